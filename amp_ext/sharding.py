@@ -274,7 +274,7 @@ class ShardedOver:
             RuntimeError: If a collective fails, as when a rank has died.
         """
         partitions = [self.add(param, "") for param in params]
-        whole = values.to(self._device, copy=True)
+        unsharded = values.to(self._device, copy=True)
         for name, group in self._groups.items():
             members = [
                 row
@@ -282,11 +282,11 @@ class ShardedOver:
                 if any(name in names and partition == i for names, i in self._partitions.items())
             ]
             size, rank = group.size(), group.rank()
-            of_ranks = whole.new_zeros(size, len(members), values.shape[1])
-            of_ranks[rank] = whole[members]
+            of_ranks = unsharded.new_zeros(size, len(members), values.shape[1])
+            of_ranks[rank] = unsharded[members]
             _all_reduce(of_ranks, torch.distributed.ReduceOp.SUM, group)
-            whole[members] = combined(of_ranks)
-        return whole
+            unsharded[members] = combined(of_ranks)
+        return unsharded
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:

@@ -21,7 +21,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import PlacedParam, made_states, whole_master
+from amp_ext.optim.state_store import PlacedParam, fp32_master, init_states
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.optim.watched_optimizer import WatchedOptimizer
 from amp_ext.sharding import local_tensor
@@ -170,7 +170,7 @@ class FusedOptimizer(WatchedOptimizer):
                     "lazy parameter: run the model once first"
                 )
             placed.spec.check_is_stepped(placed.registered(), "init_state")
-        made, _ = made_states(self.state, trainable)
+        made, _ = init_states(self.state, trainable)
         if made:
             ops.put_states(self.state, made)
             self.rebuild()  # the plan would go on with a state that was erased
@@ -405,7 +405,7 @@ class FusedOptimizer(WatchedOptimizer):
         self.init_state()
         if params is None:
             params = params_of(self)
-        return [whole_master(param, self.state.get(param, {})) for param in params]
+        return [fp32_master(param, self.state.get(param, {})) for param in params]
 
 
 # A scaler asks for it at every step; kept, that costs 2 µs instead of 30.

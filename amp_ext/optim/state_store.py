@@ -32,9 +32,9 @@ __all__ = [
     "check_flattened",
     "existing_master",
     "float32_state",
+    "fp32_master",
+    "init_states",
     "loaded_state",
-    "made_states",
-    "whole_master",
 ]
 
 
@@ -111,7 +111,7 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
 
 
 @outside_inference_mode()
-def made_states(
+def init_states(
     states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]
 ) -> tuple[States, list[Local]]:
     """Makes the states of parameters whole, for the optimizer to keep.
@@ -134,15 +134,15 @@ def made_states(
         check_flattened(placed.spec, placed.param)
         before = states.get(placed.param, {})
         parts, registered = placed.parts(before), placed.registered()
-        whole = placed.spec.whole_state(registered, parts)
-        dropped = parts.keys() - whole.keys()
+        complete = placed.spec.complete_state(registered, parts)
+        dropped = parts.keys() - complete.keys()
         state = {key: value for key, value in before.items() if key not in dropped}
-        for key, part in whole.items():
+        for key, part in complete.items():
             state[key] = before[key] if part is parts.get(key) else placed.laid_out(key, part)
-        is_whole = isinstance(before, dict) and state.keys() == before.keys()
-        if not is_whole or any(state[key] is not before[key] for key in state):
+        is_complete = isinstance(before, dict) and state.keys() == before.keys()
+        if not is_complete or any(state[key] is not before[key] for key in state):
             made[placed.param] = state
-        local.append((placed.spec, registered, whole))
+        local.append((placed.spec, registered, complete))
     return made, local
 
 
@@ -180,29 +180,29 @@ def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     parts = {key: value for key, value in saved.items() if spec.is_key(key)}
     if not is_over_rows(param):  # the parts of the ranks cut blocks
         for name, code, keys in spec.blocks_in(parts):
-            codes, exponents = (_whole(parts.pop(key)).to(local.device) for key in keys)
+            codes, exponents = (_unsharded(parts.pop(key)).to(local.device) for key in keys)
             parts[name] = _over_all_ranks(param, ops.decode_groups(codes, exponents, code))
     for key, value in parts.items():
-        whole_sizes, _ = spec.layout_under(key, param)
-        if key != "step" and isinstance(value, Tensor) and list(value.shape) == whole_sizes:
+        unsharded_sizes, _ = spec.layout_under(key, param)
+        if key != "step" and isinstance(value, Tensor) and list(value.shape) == unsharded_sizes:
             sizes, _ = spec.layout_under(key, local)
             empty = torch.empty(sizes, dtype=value.dtype, device=local.device)
             parts[key] = local_tensor(placed.laid_out(key, empty).copy_(value))
     return parts
 
 
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole.contiguous()
+def _unsharded(tensor: Any) -> Tensor:
+    unsharded: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return unsharded.contiguous()
 
 
-def _over_all_ranks(param: Any, whole: Tensor) -> Tensor:
+def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
     """Returns a tensor that all ranks have as a DTensor on the mesh of a parameter."""
     from torch.distributed.tensor import Replicate
 
     everywhere = [Replicate()] * len(param.placements)
     kind: Any = type(param.data)
-    laid_out: Tensor = kind.from_local(whole, param.device_mesh, everywhere, run_check=False)
+    laid_out: Tensor = kind.from_local(unsharded, param.device_mesh, everywhere, run_check=False)
     return laid_out
 
 
@@ -233,7 +233,7 @@ def _masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: state[key] for key in ops.MASTER_KEYS if state.get(key) is not None}
 
 
-def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
+def fp32_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master of a parameter: that which is kept, or one made of its parts.
 
     Args:
@@ -243,7 +243,7 @@ def whole_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     masters = _masters_in(state)
     part = local_tensor(param.detach())
     parts = {key: local_tensor(master) for key, master in masters.items()}
-    made = ops.whole_master(part, parts)
+    made = ops.fp32_master(part, parts)
     if made is part:
         return param.detach()
     spec = [masters[key] for key in masters if made is parts[key]]

@@ -10,7 +10,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, made_states
+from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, init_states
 from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
@@ -137,6 +137,6 @@ class StepPlan:
             indices: Of the parameters in the plan.
 
         Returns:
-            As :func:`~amp_ext.optim.state_store.made_states`.
+            As :func:`~amp_ext.optim.state_store.init_states`.
         """
-        return made_states(states, [self._places[index] for index in indices])
+        return init_states(states, [self._places[index] for index in indices])

@@ -365,7 +365,7 @@ class WeightAverage:
             names = _names_in_file([names_of[id(param)] for param in self._params], state_dict)
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
-            n_averaged = _whole(operation, "n_averaged", state_dict["n_averaged"])
+            n_averaged = _unsharded(operation, "n_averaged", state_dict["n_averaged"])
             steps, joined = n_averaged * self.every, []
         else:
             _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
@@ -375,9 +375,11 @@ class WeightAverage:
                     f"{operation}: averages must be a list, got {type(listed).__name__}"
                 )
             averages = {f"averages[{index}]": each for index, each in enumerate(listed)}
-            n_averaged = _whole(operation, "n_averaged", state_dict["n_averaged"])
-            steps = _whole(operation, "steps", state_dict["steps"])
-            joined = [_whole(operation, "joined", each) for each in state_dict.get("joined", ())]
+            n_averaged = _unsharded(operation, "n_averaged", state_dict["n_averaged"])
+            steps = _unsharded(operation, "steps", state_dict["steps"])
+            joined = [
+                _unsharded(operation, "joined", each) for each in state_dict.get("joined", ())
+            ]
         for name, average in averages.items():
             if not isinstance(average, Tensor):
                 raise TypeError(f"{operation}: {name} must be a tensor, got {average!r}")
@@ -538,7 +540,7 @@ def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]
         raise KeyError(f"{operation}: state_dict must have {missing[:8]}, got {[*state_dict][:8]}")
 
 
-def _whole(operation: str, name: str, value: Any) -> int:
+def _unsharded(operation: str, name: str, value: Any) -> int:
     value = plain(value)
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not isinstance(number, int) or isinstance(number, bool):

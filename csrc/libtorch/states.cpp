@@ -40,14 +40,14 @@ std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptio
 }
 
 // The states of parameters made whole, for `keep_states`.
-std::vector<StateMap> FusedOptimizer::made_states(const std::vector<StateSpec>& groups,
+std::vector<StateMap> FusedOptimizer::init_states(const std::vector<StateSpec>& groups,
                                                   const std::vector<ParamRef>& params) const {
   const OutsideInferenceMode normal;
   std::vector<StateMap> made;
   for (const ParamRef& param : params) {
     const FusedParamState* const before = state_of(param.local);
-    made.push_back(
-        whole_state(groups[param.group], param, before != nullptr ? before->tensors_ : StateMap()));
+    made.push_back(complete_state(groups[param.group], param,
+                                  before != nullptr ? before->tensors_ : StateMap()));
   }
   return made;
 }
@@ -81,7 +81,7 @@ void FusedOptimizer::init_state() {
       check_is_stepped(specs[group], trainable.back(), "init_state");
     }
   }
-  if (keep_states(trainable, made_states(specs, trainable))) rebuild();
+  if (keep_states(trainable, init_states(specs, trainable))) rebuild();
 }
 
 std::vector<at::Tensor> FusedOptimizer::master_params() {
@@ -93,7 +93,7 @@ std::vector<at::Tensor> FusedOptimizer::master_params() {
     for (const at::Tensor& param : group.params()) {
       const FusedParamState* const state = state_of(param);
       const Masters specs = state != nullptr ? masters_in(state->tensors_) : Masters();
-      masters.push_back(whole_master(param, specs).detach());
+      masters.push_back(fp32_master(param, specs).detach());
     }
   }
   return masters;
@@ -105,7 +105,7 @@ void FusedOptimizer::refresh_masters() {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& param : group.params()) {
       const FusedParamState* const state = state_of(param);
-      const at::Tensor master = state != nullptr ? state->get(kWholeMaster) : at::Tensor();
+      const at::Tensor master = state != nullptr ? state->get(kFp32Master) : at::Tensor();
       if (!master.defined()) continue;
       params.push_back(param);
       masters.push_back(master);

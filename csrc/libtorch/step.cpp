@@ -104,7 +104,7 @@ class FusedOptimizer::Store : public StateStore {
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
       params_.push_back({param, param, static_cast<size_t>(group), static_cast<size_t>(index)});
     }
-    made_ = optimizer_.made_states(specs_, params_);
+    made_ = optimizer_.init_states(specs_, params_);
     std::vector<ParamState> states;
     for (size_t i = 0; i < indices.size(); ++i) {
       states.push_back(state_of_step(specs_[params_[i].group], params_[i], made_[i]));

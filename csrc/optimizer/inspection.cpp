@@ -120,7 +120,7 @@ void Plan::measure_moments(const Row& row, const at::Tensor& sums) const {
     moments[checks_.buffer_names.at(i) + "_exp"] = row.owned[kExponents];
   }
   const at::ArrayRef<BufferDescription> buffers(checks_.described, row.number_of_buffers);
-  for (const auto& [name, moment] : optim::whole_moments(moments, buffers)) {
+  for (const auto& [name, moment] : optim::dequantized_moments(moments, buffers)) {
     const auto& names = checks_.buffer_names;
     const auto place = std::find(names.begin(), names.end(), name) - names.begin();
     for_each_part({moment}, [&, place = place](const std::vector<at::Tensor>& parts) {

@@ -36,8 +36,8 @@ int64_t bits_of(const std::string& key) {
 // The float32 master, whatever its form; undefined where there is none. So it is for lower parts of
 // float16 parameters that have become something else, too: their upper parts are gone.
 at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
-  const auto whole = masters.find(kWholeMaster);
-  if (whole != masters.end()) return whole->second;
+  const auto fp32 = masters.find(kFp32Master);
+  if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
     const auto low = masters.find(part.key);
     if (low == masters.end()) continue;
@@ -62,13 +62,13 @@ std::string key_of_master(const MasterWeights& master_weights, at::ScalarType pa
   for (const LowerPart& part : kLowerParts) {
     if (part.bits == bits && part.param == param) return part.key;
   }
-  return kWholeMaster;
+  return kFp32Master;
 }
 
-at::Tensor made_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
+at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
   at::Tensor decoded = decoded_master(param, masters);
   const at::Tensor upper = param.detach();
-  if (key != kWholeMaster) {
+  if (key != kFp32Master) {
     return split_master(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
@@ -79,30 +79,30 @@ at::Tensor made_master(const at::Tensor& param, const Masters& masters, const st
   return in_float32(param, decoded);
 }
 
-at::Tensor whole_master(const at::Tensor& param, const Masters& masters) {
-  const auto whole = masters.find(kWholeMaster);
-  const bool is_split = masters.size() > (whole != masters.end() ? 1U : 0U);
+at::Tensor fp32_master(const at::Tensor& param, const Masters& masters) {
+  const auto fp32 = masters.find(kFp32Master);
+  const bool is_split = masters.size() > (fp32 != masters.end() ? 1U : 0U);
   if (is_split) return in_float32(param, decoded_master(param, masters));
-  return whole != masters.end() ? whole->second : param;
+  return fp32 != masters.end() ? fp32->second : param;
 }
 
 at::Tensor existing_master(const at::Tensor& param, const Masters& masters) {
   if (masters.empty() || !is_16_bit(param.scalar_type())) return {};
   const auto& [key, master] = *masters.begin();
   const bool is_alone = masters.size() == 1 && master.device() == param.device();
-  if (is_alone && key == kWholeMaster && master.scalar_type() == at::kFloat) return master;
+  if (is_alone && key == kFp32Master && master.scalar_type() == at::kFloat) return master;
   for (const LowerPart& part : kLowerParts) {
     if (is_alone && part.key == key && part.param == param.scalar_type()) {
       return low_elements(master);
     }
   }
-  return made_master(param, masters, kWholeMaster);
+  return convert_master(param, masters, kFp32Master);
 }
 
 at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
   const auto same = masters.find(key);
-  const bool is_newest = key == kWholeMaster || masters.count(kWholeMaster) == 0;
-  return same != masters.end() && is_newest ? same->second : made_master(param, masters, key);
+  const bool is_newest = key == kFp32Master || masters.count(kFp32Master) == 0;
+  return same != masters.end() && is_newest ? same->second : convert_master(param, masters, key);
 }
 
 bool is_lower_part(const at::Tensor& low) { return !low.is_floating_point(); }

@@ -14,9 +14,9 @@
 namespace amp_ext::optim {
 
 // The key of a float32 master, and all keys under which a state may have a master.
-inline constexpr const char* kWholeMaster = "master_param";
+inline constexpr const char* kFp32Master = "master_param";
 inline constexpr std::array<const char*, 5> kMasterKeys = {
-    kWholeMaster, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
+    kFp32Master, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
 
 // Those that there are, by their keys.
 using Masters = std::map<std::string, at::Tensor>;
@@ -25,11 +25,11 @@ using Masters = std::map<std::string, at::Tensor>;
 AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
 // A new master under a key: of one in any form, or of the parameter.
-AMP_EXT_API at::Tensor made_master(const at::Tensor& param, const Masters& masters,
-                                   const std::string& key);
+AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
+                                      const std::string& key);
 
 // The float32 master of a parameter: that which is kept, one made of its parts, or the parameter.
-AMP_EXT_API at::Tensor whole_master(const at::Tensor& param, const Masters& masters);
+AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
 // That which is kept, if the parameter can be stepped with it as it is, with the elements of
 // `low_elements` if it is a lower part; or one made of its parts. Undefined if there is none.

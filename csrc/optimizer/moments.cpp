@@ -53,7 +53,8 @@ at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
 }
 
 // A moment as numbers, float32 where it is a code; undefined where there is none.
-at::Tensor whole_moment(const Moments& moments, const std::string& name, const at::Tensor& second) {
+at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
+                              const at::Tensor& second) {
   for (const MomentFormat& format : all_formats(name)) {
     const auto elements = moments.find(format.key());
     const auto exponents = moments.find(format.exponents_key());
@@ -166,17 +167,17 @@ std::vector<int64_t> sizes_of_exponents(const at::Tensor& param) {
   return {param.size(0), blocks};
 }
 
-bool has_blocks(const at::Tensor& param, bool has_whole_rows) {
-  return has_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
+bool has_blocks(const at::Tensor& param, bool shards_whole_rows) {
+  return shards_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
          elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
 
 std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                      at::ArrayRef<BufferDescription> buffers,
-                                     const at::Tensor& param, bool has_whole_rows) {
+                                     const at::Tensor& param, bool shards_whole_rows) {
   const auto* const given = std::get_if<at::ScalarType>(&state_dtype.value());
   const bool is_coded = param.scalar_type() != at::kDouble && state_dtype.is_coded();
-  const bool has_blocks_of_codes = is_coded && has_blocks(param, has_whole_rows);
+  const bool has_blocks_of_codes = is_coded && has_blocks(param, shards_whole_rows);
   const Codes codes = !has_blocks_of_codes    ? Codes::kRatios
                       : state_dtype == "8bit" ? Codes::kAll
                                               : Codes::kAllButRoots;
@@ -190,22 +191,23 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
   return formats;
 }
 
-Moments whole_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers) {
+Moments dequantized_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers) {
   at::Tensor second;
   for (const BufferDescription& buffer : buffers) {
-    if (buffer.role == BufferRole::kSecondMoment) second = whole_moment(moments, buffer.name, {});
+    if (buffer.role == BufferRole::kSecondMoment)
+      second = dequantized_moment(moments, buffer.name, {});
   }
-  Moments whole;
+  Moments dequantized;
   for (const BufferDescription& buffer : buffers) {
     const bool is_second = buffer.role == BufferRole::kSecondMoment;
-    const at::Tensor number = is_second ? second : whole_moment(moments, buffer.name, second);
-    if (number.defined()) whole[buffer.name] = number;
+    const at::Tensor number = is_second ? second : dequantized_moment(moments, buffer.name, second);
+    if (number.defined()) dequantized[buffer.name] = number;
   }
-  return whole;
+  return dequantized;
 }
 
-Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& formats,
-                     const at::Tensor& param) {
+Moments convert_moments(const Moments& moments, const std::vector<MomentFormat>& formats,
+                        const at::Tensor& param) {
   Moments made;
   const bool are_all_kept =
       std::all_of(formats.begin(), formats.end(),
@@ -218,7 +220,7 @@ Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& fo
   }
   std::vector<BufferDescription> buffers;
   for (const MomentFormat& format : formats) buffers.push_back({format.name.c_str(), format.role});
-  const Moments numbers = whole_moments(moments, buffers);
+  const Moments numbers = dequantized_moments(moments, buffers);
   const auto is_ratio = [](const MomentFormat& format) { return format.code == "q8h"; };
   std::vector<MomentFormat> ratios_last = formats;
   std::stable_partition(ratios_last.begin(), ratios_last.end(), std::not_fn(is_ratio));
@@ -227,7 +229,8 @@ Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& fo
     const auto number = numbers.find(format.name);
     made.merge(
         encoded(number != numbers.end() ? number->second : at::Tensor(), format, param, second));
-    if (format.role == BufferRole::kSecondMoment) second = whole_moment(made, format.name, {});
+    if (format.role == BufferRole::kSecondMoment)
+      second = dequantized_moment(made, format.name, {});
   }
   return made;
 }

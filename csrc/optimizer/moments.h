@@ -46,25 +46,27 @@ std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
 // Whether moments of a parameter may be kept in blocks of 32 elements. They lie within the rows of
 // dimension 0, so that a part of it has whole ones: it must be the only one that is sharded, which
-// `has_whole_rows` says. And the parameter must be contiguous: its blocks are those of memory, and
-// codes that another layout, or a file that knows no strides, puts in another order would be
+// `shards_whole_rows` says. And the parameter must be contiguous: its blocks are those of memory,
+// and codes that another layout, or a file that knows no strides, puts in another order would be
 // measured by the exponents of others.
-AMP_EXT_API bool has_blocks(const at::Tensor& param, bool has_whole_rows = true);
+AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
 // How a parameter keeps each of its moments, by its dtype and shape: those of the whole, never of a
 // rank's part, so that every rank has the same.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                                  at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
-                                                 bool has_whole_rows = true);
+                                                 bool shards_whole_rows = true);
 
 // Moments as numbers, float32 where they are codes, by their names.
-AMP_EXT_API Moments whole_moments(const Moments& moments, at::ArrayRef<BufferDescription> buffers);
+AMP_EXT_API Moments dequantized_moments(const Moments& moments,
+                                        at::ArrayRef<BufferDescription> buffers);
 
 // The moments of a parameter in these formats: those that there are, in whatever formats, or zeros.
 // What is in the format that is wanted is taken as it is.
-AMP_EXT_API Moments made_moments(const Moments& moments, const std::vector<MomentFormat>& formats,
-                                 const at::Tensor& param);
+AMP_EXT_API Moments convert_moments(const Moments& moments,
+                                    const std::vector<MomentFormat>& formats,
+                                    const at::Tensor& param);
 
 // The formats of codes whose elements a file has for a moment.
 AMP_EXT_API std::vector<MomentFormat> saved_codes(const HasKey& has_key, const std::string& name);

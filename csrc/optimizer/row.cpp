@@ -70,8 +70,9 @@ bool Row::has_fresh_master() const {
 
 // A write to a sharded gradient shows there; one to its shard, here.
 int64_t Row::grad_version() const {
-  const at::Tensor* const whole = is_sharded ? &shard_of->grad() : nullptr;
-  return version_of(grad()) + (whole != nullptr && whole->defined() ? version_of(*whole) : 0);
+  const at::Tensor* const unsharded = is_sharded ? &shard_of->grad() : nullptr;
+  return version_of(grad()) +
+         (unsharded != nullptr && unsharded->defined() ? version_of(*unsharded) : 0);
 }
 
 bool Row::grad_is_as_seen() const {

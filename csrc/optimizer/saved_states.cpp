@@ -47,9 +47,9 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   for (const char* const key : kMasterKeys) {
     const SavedValue* const value = saved.find(key);
     if (value == nullptr) continue;
-    if (key != std::string(kWholeMaster)) {
+    if (key != std::string(kFp32Master)) {
       const at::Tensor& low = tensor_in(*value, where(key));
-      if (is_lower_part(low)) check_lower_part(key, low, param.whole, where(key));
+      if (is_lower_part(low)) check_lower_part(key, low, param.unsharded, where(key));
       continue;
     }
     TORCH_CHECK_VALUE(
@@ -57,7 +57,7 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
         " must be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
         "writes with store_param_remainders=True; without 'master_param' in the states, masters "
         "are taken from the parameters");
-    check_numbers(*value, param.whole, where(key));
+    check_numbers(*value, param.unsharded, where(key));
   }
 }
 
@@ -72,13 +72,13 @@ void check_moments(const StateSpec& spec, const ParamRef& param, const SavedStat
                    const Where& where) {
   for (const std::string& name : spec.all_names()) {
     if (const SavedValue* const numbers = saved.find(name)) {
-      check_numbers(*numbers, param.whole, where(name));
+      check_numbers(*numbers, param.unsharded, where(name));
     }
     for (const MomentFormat& format : codes_of(saved, name)) {
       for (const std::string& key : format.keys()) {
         const SavedValue* const value = saved.find(key);
         TORCH_CHECK_VALUE(value != nullptr, where(key), " must be there, got ", saved.keys);
-        check_code(tensor_in(*value, where(key)), format, key, param.whole, where(key));
+        check_code(tensor_in(*value, where(key)), format, key, param.unsharded, where(key));
       }
     }
   }
@@ -95,7 +95,7 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   for (const char* const key : kMasterKeys) {
     const SavedValue* const value = saved.find(key);
     if (value == nullptr) continue;
-    if (key == std::string(kWholeMaster)) {
+    if (key == std::string(kFp32Master)) {
       masters[key] = copy_of(*value, param.local, at::kFloat);
     } else if (is_lower_part(value->tensor)) {
       masters[key] = empty_lower_part(key, param.local).copy_(value->tensor);
@@ -128,7 +128,7 @@ StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const Save
     const auto is_found = [&](const std::string& key) { return found.count(key) != 0; };
     if (has_moment(is_found, wanted.name)) present.push_back(wanted);
   }
-  const Moments made = made_moments(found, present, param.local);
+  const Moments made = convert_moments(found, present, param.local);
   StateMap moments;
   for (const MomentFormat& format : present) {
     for (const std::string& key : format.keys()) moments.emplace_back(key, made.at(key));

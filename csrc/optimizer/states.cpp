@@ -106,7 +106,7 @@ bool StateSpec::is_key(const std::string& key) const {
 }
 
 std::vector<MomentFormat> StateSpec::formats(const ParamRef& param) const {
-  return formats_of(state_dtype, buffers, param.whole, param.has_whole_rows);
+  return formats_of(state_dtype, buffers, param.unsharded, param.shards_whole_rows);
 }
 
 bool StateSpec::has_codes(const ParamRef& param) const {
@@ -116,7 +116,7 @@ bool StateSpec::has_codes(const ParamRef& param) const {
 }
 
 std::string StateSpec::master_key(const ParamRef& param) const {
-  return key_of_master(master_weights, param.whole.scalar_type());
+  return key_of_master(master_weights, param.unsharded.scalar_type());
 }
 
 std::vector<std::string> StateSpec::missing_from(const HasKey& has_key) const {
@@ -140,8 +140,8 @@ StateSpec state_spec_of(std::string kind, const GroupOptions& options, const Nee
 }
 
 void check_is_stepped(const StateSpec& spec, const ParamRef& param, const std::string& operation) {
-  const at::ScalarType dtype = param.whole.scalar_type();
-  const at::Device device = param.whole.device();
+  const at::ScalarType dtype = param.unsharded.scalar_type();
+  const at::Device device = param.unsharded.device();
   TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
                   (device.is_cpu() || device.is_cuda()),
               spec.kind, ".", operation, ": param of ", param.place(),
@@ -149,7 +149,7 @@ void check_is_stepped(const StateSpec& spec, const ParamRef& param, const std::s
               python_name(dtype), " on ", device);
 }
 
-StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap state) {
+StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state) {
   check_nothing_is_missing(spec, param, state);
   const at::Device device = param.local.device();
   const auto convert = [&](const std::string& key, at::ScalarType dtype) {
@@ -167,9 +167,9 @@ StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap stat
   if (!master_key.empty()) {
     const at::Tensor master = tensor_under(state, master_key);
     if (!master.defined()) {
-      set_under(state, master_key, made_master(param.local, masters_in(state), master_key));
+      set_under(state, master_key, convert_master(param.local, masters_in(state), master_key));
     } else {  // whether a lower part has its dtype is the plan's to check
-      convert(master_key, master_key == kWholeMaster ? at::kFloat : master.scalar_type());
+      convert(master_key, master_key == kFp32Master ? at::kFloat : master.scalar_type());
     }
   }
   for (const char* const other : kMasterKeys) {
@@ -182,7 +182,7 @@ StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap stat
     // Also buffers that the group keeps only with other options, to which a loop may change.
     if (is_used || has_moment(keys_in(state), format.name)) formats.push_back(format);
   }
-  const Moments made = made_moments(moments, formats, param.local);
+  const Moments made = convert_moments(moments, formats, param.local);
   for (const auto& [key, moment] : moments) {
     if (made.count(key) == 0) drop(state, key);
   }
@@ -207,7 +207,7 @@ ParamState state_of_step(const StateSpec& spec, const ParamRef& param, const Sta
 
 StateMap float32_state(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   StateMap found;
-  const Moments moments = whole_moments(moments_in(spec, state), spec.buffers);
+  const Moments moments = dequantized_moments(moments_in(spec, state), spec.buffers);
   for (const std::string& name : spec.all_names()) {
     const auto moment = moments.find(name);
     if (moment == moments.end()) continue;
@@ -217,7 +217,7 @@ StateMap float32_state(const StateSpec& spec, const ParamRef& param, const State
   }
   const Masters masters = masters_in(state);
   if (!masters.empty()) {
-    found.emplace_back(kWholeMaster, whole_master(param.local, masters).detach().clone());
+    found.emplace_back(kFp32Master, fp32_master(param.local, masters).detach().clone());
   }
   return found;
 }

@@ -33,11 +33,11 @@ AMP_EXT_API Masters masters_in(const StateMap& state);
 // A parameter, and where it is listed. What decides how its state is kept is asked of the whole, so
 // that every rank has the same; the tensors of the state are those of this rank's part.
 struct AMP_EXT_API ParamRef {
-  at::Tensor whole;  // of which only dtype, sizes and strides are read
-  at::Tensor local;  // this rank's part of it, or all of it
+  at::Tensor unsharded;  // of which only dtype, sizes and strides are read
+  at::Tensor local;      // this rank's part of it, or all of it
   size_t group = 0;
-  size_t index = 0;            // in its group
-  bool has_whole_rows = true;  // whether each rank has whole rows of dimension 0
+  size_t index = 0;               // in its group
+  bool shards_whole_rows = true;  // whether each rank has whole rows of dimension 0
 
   // As errors say where it is listed.
   std::string place() const { return c10::str("group ", group, ", param ", index); }
@@ -95,7 +95,7 @@ AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& option
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and
 // tensors that fit are taken as they are. Throws if only a part of a state is there.
-AMP_EXT_API StateMap whole_state(const StateSpec& spec, const ParamRef& param, StateMap state);
+AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
 // The tensors of a whole state that a step reads and writes.
 AMP_EXT_API ParamState state_of_step(const StateSpec& spec, const ParamRef& param,

@@ -39,13 +39,13 @@ TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
   };
   TensorRecord record;
   const bool has_master = weight.master.defined();
-  const bool has_whole_master = has_master && weight.master.scalar_type() == at::kFloat;
-  const at::Tensor& source = has_whole_master ? weight.master : weight.param;
+  const bool has_fp32_master = has_master && weight.master.scalar_type() == at::kFloat;
+  const at::Tensor& source = has_fp32_master ? weight.master : weight.param;
   const at::ScalarType dtype =
       source.scalar_type() == at::kDouble ? at::kFloat : source.scalar_type();
   record.param = memory(source, dtype);
   record.param_dtype = *dtype_of(dtype);
-  if (has_master && !has_whole_master) {
+  if (has_master && !has_fp32_master) {
     const at::Tensor low = low_elements(weight.master);
     record.master = low.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
     record.master_param = memory(low, low.scalar_type());

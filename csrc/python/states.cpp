@@ -136,8 +136,8 @@ void define_states(py::module_& module) {
       "counts_for_states",
       [](const py::dict& group) { return saved_group(group).counts_for_states(); },
       py::arg("group"));
-  module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("has_whole_rows"));
-  module.def("whole_master", &optim::whole_master, py::call_guard<py::gil_scoped_release>(),
+  module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("shards_whole_rows"));
+  module.def("fp32_master", &optim::fp32_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));
   module.def(
       "existing_master",
@@ -148,8 +148,8 @@ void define_states(py::module_& module) {
       },
       py::arg("param"), py::arg("masters"));
   py::class_<ParamRef>(module, "ParamRef")
-      .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("whole"),
-           py::arg("local"), py::arg("group"), py::arg("index"), py::arg("has_whole_rows"));
+      .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("unsharded"),
+           py::arg("local"), py::arg("group"), py::arg("index"), py::arg("shards_whole_rows"));
   py::class_<StateSpec>(module, "StateSpec")
       .def_readonly("kind", &StateSpec::kind)
       .def_property_readonly("names", &StateSpec::names)
@@ -166,10 +166,10 @@ void define_states(py::module_& module) {
       .def("master_key", &StateSpec::master_key, py::arg("param"))
       .def("has_codes", &StateSpec::has_codes, py::arg("param"))
       .def(
-          "whole_state",
+          "complete_state",
           [](const StateSpec& self, const ParamRef& param, const py::dict& state) {
             StateMap made = state_of(state);
-            made = without_gil([&] { return optim::whole_state(self, param, std::move(made)); });
+            made = without_gil([&] { return optim::complete_state(self, param, std::move(made)); });
             return dict_of(made);
           },
           py::arg("param"), py::arg("state"))

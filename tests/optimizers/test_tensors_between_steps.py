@@ -290,15 +290,15 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
     give_grads(optimizer, twin)
     errors: list[BaseException] = []
     del optimizer.state[params_of(optimizer)[0]], twin.state[params_of(twin)[0]]
-    made_states = step_plan.made_states
+    init_states = step_plan.init_states
 
     def in_the_step(*args: Any) -> Any:
         arguments = () if operation == "step" else (torch.zeros(()),)
         errors.extend(called_in_another_thread(lambda: getattr(optimizer, operation)(*arguments)))
-        return made_states(*args)
+        return init_states(*args)
 
     twin.step()
-    monkeypatch.setattr(step_plan, "made_states", in_the_step)
+    monkeypatch.setattr(step_plan, "init_states", in_the_step)
     optimizer.step()
     monkeypatch.undo()
     words = f"AdamW.{operation}: must be called by one thread at a time"
@@ -310,7 +310,7 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
 
 @pytest.mark.parametrize(
     ("arguments", "place", "name"),
-    [((), step_plan, "made_states"), ((torch.zeros(()),), StepPlan, "list_groups")],
+    [((), step_plan, "init_states"), ((torch.zeros(()),), StepPlan, "list_groups")],
     ids=["step", "scan"],
 )
 def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeypatch) -> None:

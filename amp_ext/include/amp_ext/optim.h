@@ -371,7 +371,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   std::vector<StateSpec> state_specs(const std::vector<PlacedOptions>& groups) const;
-  std::vector<StateMap> made_states(const std::vector<StateSpec>& groups,
+  std::vector<StateMap> init_states(const std::vector<StateSpec>& groups,
                                     const std::vector<ParamRef>& params) const;
   bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
