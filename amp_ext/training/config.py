@@ -45,7 +45,7 @@ class MixedPrecisionConfig:
         norm_guard: Arguments of the :class:`amp_ext.optim.NormGuard` that the optimizer gets, as a
             dict, which they are checked by; {} for its defaults, None for no guard.
         average_decay: What an average of the weights keeps of itself at each step, from 0 to 1, or
-            "equal"; None keeps no average. Needs an optimizer of ``amp_ext.optim``.
+            "equal"; None keeps no average. StateRequirements an optimizer of ``amp_ext.optim``.
 
     Raises:
         TypeError: If ``norm_guard`` is no dict.

@@ -19,7 +19,7 @@
 namespace amp_ext {
 
 // What follows from the hyperparameters of a group.
-struct Needs {
+struct StateRequirements {
   bool buffers;
   bool step;    // its number
   bool dither;  // of what is stored in fewer bits
@@ -45,7 +45,7 @@ struct AMP_EXT_API GroupTable {
     CommonHyperparameters* common;
     OptionalTensor lr;  // where it is a tensor
     uint8_t dithered;   // as in a record, whatever the dtypes
-    Needs needs;
+    StateRequirements requirements;
     const char* not_a_number;  // as nan_in says
   };
   std::shared_ptr<void> hyperparameters;  // [groups]
@@ -62,9 +62,10 @@ struct AMP_EXT_API GroupTable {
                      {}};
     for (size_t i = 0; i < groups.size(); ++i) {
       Hyperparameters& one = (*all)[i];
-      const Needs needs{one.needs_buffers(), one.why_step() != nullptr, one.dither};
+      const StateRequirements requirements{one.needs_buffers(), one.why_step() != nullptr,
+                                           one.dither};
       table.groups.push_back(
-          {&one, groups[i].lr_tensor, dithered_numbers(one), needs, nan_in(one)});
+          {&one, groups[i].lr_tensor, dithered_numbers(one), requirements, nan_in(one)});
     }
     return table;
   }

@@ -284,7 +284,7 @@ void check_group(const GroupOptions& options) {
   const OptionDescription& state_dtype = kind.option("state_dtype");
   const MasterWeights masters = options.master_weights();
   const auto* const form = std::get_if<std::string>(&masters.value());
-  const int count = buffer_count(options, kind.needs(options));
+  const int count = buffer_count(options, kind.requirements(options));
   if (options.state_dtype().is_coded()) {
     const bool keeps_maximum = count > 0 && kind.buffers[count - 1].role == BufferRole::kMaximum;
     TORCH_CHECK_VALUE(!keeps_maximum, options.name_of(state_dtype),
@@ -337,8 +337,8 @@ bool may_dither(const GroupOptions& options) {
   return may_dither(options.master_weights(), options.state_dtype(), options.rounding());
 }
 
-int buffer_count(const GroupOptions& options, const Needs& needs) {
-  if (!needs.buffers) return 0;
+int buffer_count(const GroupOptions& options, const StateRequirements& requirements) {
+  if (!requirements.buffers) return 0;
   const Kind& kind = options.kind();
   const bool may_lack_last = kind.buffers.back().role == BufferRole::kMaximum;
   const auto count = static_cast<int>(kind.buffers.size());

@@ -109,7 +109,9 @@ struct AMP_EXT_API Kind {
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
   const OptionDescription& option(const char* name) const;
-  Needs needs(const GroupOptions& options) const { return table({&options}).groups[0].needs; }
+  StateRequirements requirements(const GroupOptions& options) const {
+    return table({&options}).groups[0].requirements;
+  }
 };
 
 // That of the formula with these hyperparameters.
@@ -152,7 +154,7 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
 // How many of its buffers a group keeps, the first ones: AMSGrad's maximum is the last.
-AMP_EXT_API int buffer_count(const GroupOptions& options, const Needs& needs);
+AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.
 template <typename Hyperparameters>

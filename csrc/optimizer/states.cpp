@@ -129,14 +129,21 @@ std::vector<std::string> StateSpec::missing_from(const HasKey& has_key) const {
 }
 
 StateSpec state_spec_of(std::string kind, const GroupOptions& options) {
-  return state_spec_of(std::move(kind), options, options.kind().needs(options));
+  return state_spec_of(std::move(kind), options, options.kind().requirements(options));
 }
 
-StateSpec state_spec_of(std::string kind, const GroupOptions& options, const Needs& needs) {
+StateSpec state_spec_of(std::string kind, const GroupOptions& options,
+                        const StateRequirements& requirements) {
   const bool needs_buffers = !options.kind().counts_from_buffer;
-  return {std::move(kind),          options.kind().buffers, buffer_count(options, needs),
-          needs.counted_steps(),    needs_buffers,          needs_buffers && needs.step,
-          options.master_weights(), options.state_dtype(),  options.rounding()};
+  return {std::move(kind),
+          options.kind().buffers,
+          buffer_count(options, requirements),
+          requirements.counted_steps(),
+          needs_buffers,
+          needs_buffers && requirements.step,
+          options.master_weights(),
+          options.state_dtype(),
+          options.rounding()};
 }
 
 void check_is_stepped(const StateSpec& spec, const ParamRef& param, const std::string& operation) {

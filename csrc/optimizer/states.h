@@ -90,7 +90,7 @@ AMP_EXT_API void check_is_stepped(const StateSpec& spec, const ParamRef& param,
 // What the options of a group of an optimizer let its parameters keep.
 AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options);
 AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options,
-                                    const Needs& needs);
+                                    const StateRequirements& requirements);
 
 // The state of a parameter as the options want it, its dtype and device being so. What the state
 // lacks is made, and what the parameter was converted under is converted; nothing is written, and

@@ -48,7 +48,7 @@ struct Groups {
       if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
       const py::handle state_dtype = options[i].value(described.kind.option("state_dtype"));
       if (THPDtype_Check(state_dtype.ptr())) throw py::value_error("state_dtype");
-      specs.push_back(optim::state_spec_of(optimizer, options[i], entry.needs));
+      specs.push_back(optim::state_spec_of(optimizer, options[i], entry.requirements));
     }
   }
 };
