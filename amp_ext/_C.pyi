@@ -7,7 +7,7 @@ from torch import Tensor
 
 class OptionDescription:  # of an option of the groups of an optimizer
     name: str
-    kind: str  # a key of the types in amp_ext.optim.options
+    type: str  # a key of the types in amp_ext.optim.options
     wanted: str  # what it must be, in words, its range aside
     count: int  # of its numbers, if it is a tuple of them
     on_load: str  # "required", "off if missing", "kept if missing" or "kept"
@@ -29,7 +29,7 @@ class OptimizerDescription:
         self, options: dict[str, Any], where: str, shown: Callable[[Any], str]
     ) -> None: ...
     def check_as_torch(self, defaults: dict[str, Any], shown: Callable[[Any], str]) -> None: ...
-    def state_spec(self, kind: str, group: dict[str, Any]) -> StateSpec: ...
+    def state_spec(self, optimizer: str, group: dict[str, Any]) -> StateSpec: ...
 
 class ScaledIteration:
     needs_reset: bool
@@ -187,7 +187,7 @@ class ParamRef:  # a parameter, and where it is listed
     ) -> None: ...
 
 class StateSpec:  # what a group lets its parameters keep
-    kind: str
+    optimizer: str
     names: list[str]
     keeps_step: bool
     master_weights: bool | str

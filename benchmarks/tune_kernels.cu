@@ -174,7 +174,7 @@ struct Variant {
 template <typename Combination>
 struct Step {
   using Param = typename Combination::Param;
-  using Each = Streams<KindsOf<Combination, AdamHyperparameters, 2>>;
+  using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
   using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
   // The host does not know which blocks the GPU's kernel is compiled for.
@@ -191,7 +191,7 @@ struct Step {
   static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
   static constexpr int kBlocksFactor = 1;
   static constexpr int kParamBytes = sizeof(typename Param::Stored);
-  static constexpr BufferFormat kFormat = Each::Kinds::template Buffer<0>::kFormat;
+  static constexpr BufferFormat kFormat = Each::NumberFormats::template Buffer<0>::kFormat;
   static constexpr int kBufferBytes = is_code(kFormat)                     ? 1
                                       : kFormat == BufferFormat::kBFloat16 ? 2
                                                                            : 4;

@@ -35,60 +35,62 @@ inline constexpr int kMaxBuffers = std::max({AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(A
 static_assert(kMaxBuffers <= 7, "the bits of `dithered` in a record tell up to 7 buffers apart");
 
 // The kinds of the numbers of a parameter: its gradient, itself, and its buffers (Uniform, Coded).
-template <typename GradKind, typename ParamKind, typename BuffersOfParam>
+template <typename GradFormat, typename ParamFormat, typename BuffersOfParam>
 struct Combination {
-  using Grad = GradKind;
-  using Param = ParamKind;
+  using Grad = GradFormat;
+  using Param = ParamFormat;
   using Buffers = BuffersOfParam;
   using T = typename ComputeType<typename Param::Stored>::type;  // the type that is computed in
 };
 
 // The kinds of the numbers of one kernel. Its buffers are the first ones that the hyperparameters
 // describe.
-template <typename OwnHyperparameters, typename GradKind, typename ParamKind,
-          typename... BufferKinds>
-struct Kinds {
+template <typename OwnHyperparameters, typename GradFormat, typename ParamFormat,
+          typename... BufferFormatTypes>
+struct NumberFormats {
   using Hyperparameters = OwnHyperparameters;
-  using Grad = GradKind;
-  using Param = ParamKind;
+  using Grad = GradFormat;
+  using Param = ParamFormat;
   template <int index>
-  using Buffer = std::tuple_element_t<index, std::tuple<BufferKinds...>>;
+  using Buffer = std::tuple_element_t<index, std::tuple<BufferFormatTypes...>>;
   using T = typename ComputeType<typename Param::Stored>::type;
 
-  static constexpr int kBuffers = sizeof...(BufferKinds);
+  static constexpr int kBuffers = sizeof...(BufferFormatTypes);
   using Indices = std::make_integer_sequence<int, kBuffers>;   // of the buffers
   static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // of an array with one of each
 
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
-  static constexpr bool kHasCodes = (is_code(BufferKinds::kFormat) || ...);
+  static constexpr bool kHasCodes = (is_code(BufferFormatTypes::kFormat) || ...);
   template <int index>
   static constexpr bool kIsRatio = Buffer<index>::kFormat == BufferFormat::kRatio8;
   template <int index>
   static constexpr bool kIsInBlocks = Buffer<index>::kFormat == BufferFormat::kBlockwise8;
-  static constexpr bool kHasRatios = (std::is_same_v<BufferKinds, Ratio> || ...);
-  static constexpr bool kHasBlocks = ((BufferKinds::kFormat == BufferFormat::kBlockwise8) || ...);
+  static constexpr bool kHasRatios = (std::is_same_v<BufferFormatTypes, Ratio> || ...);
+  static constexpr bool kHasBlocks =
+      ((BufferFormatTypes::kFormat == BufferFormat::kBlockwise8) || ...);
   static constexpr int kSecondMoment =
       BufferDescriptions::of<Hyperparameters>(kBuffers).second_moment();
   // The buffer of which the functor returns the root; -1: none.
   static constexpr int kRoot =
-      (std::is_same_v<BufferKinds, Blockwise<RootCode>> || ...) ? kSecondMoment : -1;
+      (std::is_same_v<BufferFormatTypes, Blockwise<RootCode>> || ...) ? kSecondMoment : -1;
 
   template <int index>
   static constexpr uint32_t kStride = Hyperparameters::kBuffers[index].dither_stride;
 };
 
 template <typename Combination, typename Hyperparameters, typename Indices>
-struct KindsAt;
+struct FormatsAt;
 template <typename Combination, typename Hyperparameters, int... index>
-struct KindsAt<Combination, Hyperparameters, std::integer_sequence<int, index...>> {
+struct FormatsAt<Combination, Hyperparameters, std::integer_sequence<int, index...>> {
   using Type =
-      Kinds<Hyperparameters, typename Combination::Grad, typename Combination::Param,
-            typename Combination::Buffers::template Kind<Hyperparameters::kBuffers[index].code>...>;
+      NumberFormats<Hyperparameters, typename Combination::Grad, typename Combination::Param,
+                    typename Combination::Buffers::template NumberFormat<
+                        Hyperparameters::kBuffers[index].code>...>;
 };
 template <typename Combination, typename Hyperparameters, int kBuffers>
-using KindsOf =
-    typename KindsAt<Combination, Hyperparameters, std::make_integer_sequence<int, kBuffers>>::Type;
+using FormatsOf = typename FormatsAt<Combination, Hyperparameters,
+                                     std::make_integer_sequence<int, kBuffers>>::Type;
 
 // Whether a kernel is compiled for a combination.
 template <typename Combination, typename Hyperparameters, int kBuffers>

@@ -65,23 +65,23 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
 }
 
 // Whether a record has the kinds of numbers that a kernel is compiled for.
-template <typename Kinds, int... index>
+template <typename NumberFormats, int... index>
 bool has_buffers(const TensorRecord& record, std::integer_sequence<int, index...>) {
-  return (... && (record.buffer_formats[index] == Kinds::template Buffer<index>::kFormat));
+  return (... && (record.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
 }
-template <typename Kinds>
-bool has_kinds(const TensorRecord& record) {
-  using Param = typename Kinds::Param;
-  return record.grad_dtype == kDType<typename Kinds::Grad::Stored> &&
+template <typename NumberFormats>
+bool has_formats(const TensorRecord& record) {
+  using Param = typename NumberFormats::Param;
+  return record.grad_dtype == kDType<typename NumberFormats::Grad::Stored> &&
          record.param_dtype == kDType<typename Param::Stored> && record.master == Param::kMaster &&
-         has_buffers<Kinds>(record, typename Kinds::Indices());
+         has_buffers<NumberFormats>(record, typename NumberFormats::Indices());
 }
 
 // The kinds of weights and of averages for which kernels of averages are compiled: calls
 // run(weight, average) with a value of each pair, until one returns true. A float32 master is a
 // weight of its own.
 template <typename Run>
-bool any_kinds_of_averages(const Run& run) {
+bool any_formats_of_averages(const Run& run) {
   const auto of_weight = [&](auto weight) {
     return run(weight, Plain<float>()) || run(weight, Plain<BFloat16>());
   };
@@ -90,7 +90,7 @@ bool any_kinds_of_averages(const Run& run) {
          of_weight(Split<BFloat16, 16>()) || of_weight(Split<BFloat16, 8>());
 }
 template <typename Weight, typename Average>
-bool has_kinds_of_average(const TensorRecord& record) {
+bool has_formats_of_average(const TensorRecord& record) {
   return record.param_dtype == kDType<typename Weight::Stored> &&
          record.master == Weight::kMaster && record.buffer_formats[0] == Average::kFormat;
 }

@@ -182,7 +182,7 @@ def name_of(signature: str) -> tuple[str, int, int]:
     shape = re.search(r"\bShape<(\d+)", text)
     threads = int(shape[1]) if shape else 256
     buffer = r"Plain<\w+>|Ratio|Blockwise<\w+>"
-    kinds = rf"Kinds<\w+, Plain<(\w+)>, (\w+)<(\w+)(?:, (\d+))?>((?:, (?:{buffer}))*) ?>"
+    kinds = rf"NumberFormats<\w+, Plain<(\w+)>, (\w+)<(\w+)(?:, (\d+))?>((?:, (?:{buffer}))*) ?>"
     step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}", text)
     if step:
         functor, grad, kind, param, low_bits, of_buffers = step.groups()

@@ -117,18 +117,18 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
             text = missing_entry(operation, name, state_dict, _has_layout)
             raise KeyError(text + _what_is_not_read(state_dict))
     states, groups = state_dict["state"], state_dict["param_groups"]
-    _check_kind(states, Mapping, f"{operation}: state must be a dict")
-    _check_kind(groups, (list, tuple), f"{operation}: param_groups must be a list")
+    _check_type(states, Mapping, f"{operation}: state must be a dict")
+    _check_type(groups, (list, tuple), f"{operation}: param_groups must be a list")
     for index, group in enumerate(groups):
         where = f"{operation}: param_groups[{index}]"
-        _check_kind(group, Mapping, f"{where} must be a dict")
+        _check_type(group, Mapping, f"{where} must be a dict")
         if "params" not in group:
             raise ValueError(f"{where} must have ['params'], got {list(group)}")
-        _check_kind(group["params"], (list, tuple), f"{where}['params'] must be a list")
+        _check_type(group["params"], (list, tuple), f"{where}['params'] must be a list")
         for key in group["params"]:
-            _check_kind(key, Hashable, f"{where}['params'] must have keys of state")
+            _check_type(key, Hashable, f"{where}['params'] must have keys of state")
             state = states.get(key, {})
-            _check_kind(state, (Mapping, type(None)), f"{operation}: state[{key!r}] must be a dict")
+            _check_type(state, (Mapping, type(None)), f"{operation}: state[{key!r}] must be a dict")
 
 
 def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,7 +244,7 @@ def _loaded_groups(optimizer: DescribedOptimizer, saved_groups: Sequence[Options
     stay as they are configured.
     """
     off = {
-        each.name: None if each.kind == "flag or none" else False
+        each.name: None if each.type == "flag or none" else False
         for each in optimizer.description.options
         if each.on_load == "off if missing"
     }
@@ -293,8 +293,8 @@ def _copied_states(
     return {**states, **copy.deepcopy(others)}
 
 
-def _check_kind(value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
-    if not isinstance(value, kind):
+def _check_type(value: Any, wanted_type: type | tuple[type, ...], wanted: str) -> None:
+    if not isinstance(value, wanted_type):
         raise ValueError(f"{wanted}, got {type(value).__name__}")
 
 

@@ -50,7 +50,7 @@ def check_defaults(description: Any, defaults: Options, where: str) -> None:
     if defaults["fused"] and defaults["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     tuples = {
-        each.name: defaults[each.name] for each in description.options if each.kind == "numbers"
+        each.name: defaults[each.name] for each in description.options if each.type == "numbers"
     }
     each_number = dict(defaults)
     for name, numbers in tuples.items():
@@ -93,9 +93,9 @@ def _check_types(description: Any, options: Options, where: str) -> None:
         if option.name not in options:
             continue
         given = options[option.name]
-        value = _plain(given, option.kind)
-        fits = _TYPES[option.kind](value)
-        if not fits or (option.kind == "numbers" and len(value) != option.count):
+        value = _plain(given, option.type)
+        fits = _TYPES[option.type](value)
+        if not fits or (option.type == "numbers" and len(value) != option.count):
             raise TypeError(f"{where % option.name} must be {option.wanted}, got {_shown(given)}")
         if value is not given:
             options[option.name] = value
@@ -135,7 +135,7 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 def with_plain_options(description: Any, options: Options) -> Options:
     """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
-    kinds = {each.name: each.kind for each in description.options}
+    kinds = {each.name: each.type for each in description.options}
     return {
         name: with_plain_numbers(_plain(value, kinds.get(name, "")))
         for name, value in options.items()

@@ -76,7 +76,9 @@ class PlacedParam(NamedTuple):
             if value is None or not spec.is_key(key) or (key == "step" and not spec.keeps_step):
                 continue
             if not isinstance(value, Tensor):
-                raise TypeError(f"{spec.kind}: {key} of {self} must be a tensor, got {value!r}")
+                raise TypeError(
+                    f"{spec.optimizer}: {key} of {self} must be a tensor, got {value!r}"
+                )
             parts[key] = local_tensor(value)
         return parts
 
@@ -98,13 +100,13 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
     registered = PlacedParam(spec, param, 0, 0).registered()
     if spec.has_codes(registered):
         raise ValueError(
-            f"{spec.kind}: state_dtype must be torch.float32, torch.bfloat16 or None "
+            f"{spec.optimizer}: state_dtype must be torch.float32, torch.bfloat16 or None "
             "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
             f"got {spec.state_dtype!r}; fully_shard can"
         )
     if spec.master_key(registered) not in ("", "master_param"):
         raise ValueError(
-            f"{spec.kind}: master_weights must be True or False for parameters that "
+            f"{spec.optimizer}: master_weights must be True or False for parameters that "
             "FullyShardedDataParallel flattens, which can't save the lower parts of masters, got "
             f"{spec.master_weights!r}; fully_shard can"
         )

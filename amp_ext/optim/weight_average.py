@@ -529,8 +529,8 @@ def _class_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _check(name: str, value: Any, kind: Any, wanted: str) -> None:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+def _check(name: str, value: Any, wanted_type: Any, wanted: str) -> None:
+    if not isinstance(value, wanted_type) or (isinstance(value, bool) and wanted_type is not bool):
         raise TypeError(f"WeightAverage: {name} must be {wanted}, got {value!r}")
 
 

@@ -100,9 +100,9 @@ class MixedPrecisionTrainer(SavedTrainer):
                 the scaler is disabled, a number of the config does not fit a scaler or a guard, or
                 an optimizer of others is to have a guard.
         """
-        _check_kind("model", model, nn.Module)
-        _check_kind("optimizer", optimizer, torch.optim.Optimizer)
-        _check_kind("config", config, MixedPrecisionConfig)
+        _check_type("model", model, nn.Module)
+        _check_type("optimizer", optimizer, torch.optim.Optimizer)
+        _check_type("config", config, MixedPrecisionConfig)
         for each in scheduler if isinstance(scheduler, Sequence) else [scheduler]:
             _check_scheduler(each)
         params = params_of(optimizer)
@@ -286,7 +286,7 @@ def _scaler_for(
 ) -> GradScaler | None:
     """Returns the scaler that was given, or the one that fp16 needs."""
     if given is not None:
-        _check_kind("scaler", given, GradScaler)
+        _check_type("scaler", given, GradScaler)
         if not given.is_enabled():
             raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
         return given
@@ -319,9 +319,9 @@ def _guard_for(config: MixedPrecisionConfig, optimizer: Any) -> NormGuard | None
     return NormGuard(**config.norm_guard)
 
 
-def _check_kind(name: str, part: object, kind: type) -> None:
-    if not isinstance(part, kind):
-        wanted = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+def _check_type(name: str, part: object, wanted_type: type) -> None:
+    if not isinstance(part, wanted_type):
+        wanted = f"{wanted_type.__module__.partition('.')[0]}'s {wanted_type.__name__}"
         raise TypeError(
             f"MixedPrecisionTrainer: {name} must be {wanted}, got {type(part).__name__}"
         )

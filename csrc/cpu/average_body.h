@@ -3,11 +3,11 @@
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
 // Averages a tile of weights of one kind.
-template <typename WeightKind, typename AverageKind>
+template <typename WeightFormat, typename AverageFormat>
 void average_tile(const AverageStep& tensor_step, const Tile& tile) {
   using V = Vector<float>;
-  using Weights = Numbers<WeightKind>;
-  using Averages = Numbers<AverageKind>;
+  using Weights = Numbers<WeightFormat>;
+  using Averages = Numbers<AverageFormat>;
   constexpr bool kIsNative = Averages::template kIsNative<float>;
   const AverageStep step = tensor_step;  // in registers
   TensorRecord record = tile.record;
@@ -47,10 +47,10 @@ void average_tile(const AverageStep& tensor_step, const Tile& tile) {
 
 inline void average(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end) {
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    any_kinds_of_averages([&](auto weight, auto average) {
+    any_formats_of_averages([&](auto weight, auto average) {
       using Weight = decltype(weight);
       using Average = decltype(average);
-      if (!has_kinds_of_average<Weight, Average>(tile.record)) return false;
+      if (!has_formats_of_average<Weight, Average>(tile.record)) return false;
       average_tile<Weight, Average>(step, tile);
       return true;
     });

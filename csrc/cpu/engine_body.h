@@ -68,16 +68,16 @@ AMP_EXT_INLINE void round_chunk(Numbers<Plain<T>> /*native*/, const T* /*results
                                 int64_t /*count*/, Rounding /*rounding*/) {}
 
 // The numbers of one tensor, from some element on.
-template <typename KindsOfKernel, typename Indices = typename KindsOfKernel::Indices>
+template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
 struct Streams;
-template <typename KindsOfKernel, int... index>
-struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
-  using Kinds = KindsOfKernel;
-  using Grad = Numbers<typename Kinds::Grad>;
-  using Param = Numbers<typename Kinds::Param>;
+template <typename FormatsOfKernel, int... index>
+struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
+  using NumberFormats = FormatsOfKernel;
+  using Grad = Numbers<typename NumberFormats::Grad>;
+  using Param = Numbers<typename NumberFormats::Param>;
   template <int buffer>
-  using Buffer = Numbers<typename Kinds::template Buffer<buffer>>;
-  using T = typename Kinds::T;
+  using Buffer = Numbers<typename NumberFormats::template Buffer<buffer>>;
+  using T = typename NumberFormats::T;
 
   // Whether nothing has to be rounded.
   static constexpr bool kIsNative = Grad::template kIsNative<T> && Param::template kIsNative<T> &&
@@ -100,11 +100,11 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   // The root of the second moment as it is stored.
   template <typename V>
   AMP_EXT_INLINE V stored_root(int64_t first) const {
-    return entry<Kinds::kRoot>(buffers).root(first);
+    return entry<NumberFormats::kRoot>(buffers).root(first);
   }
 
   // Asks for `count` elements of each stream, up to kFarthest behind the first.
-  static constexpr int64_t kFarthest = kAhead<T> + (Kinds::kBuffers + 1) * kApart<T>;
+  static constexpr int64_t kFarthest = kAhead<T> + (NumberFormats::kBuffers + 1) * kApart<T>;
   AMP_EXT_INLINE void prefetch_ahead(int64_t first, int64_t count) const {
     first += kAhead<T>;
     grad.prefetch(first, count);
@@ -126,18 +126,18 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
  private:
   template <int buffer, typename V>
   AMP_EXT_INLINE V load_buffer(int64_t first) const {
-    if constexpr (Kinds::template kIsRatio<buffer>) {
-      return entry<buffer>(buffers).load(first, entry<Kinds::kSecondMoment>(buffers));
+    if constexpr (NumberFormats::template kIsRatio<buffer>) {
+      return entry<buffer>(buffers).load(first, entry<NumberFormats::kSecondMoment>(buffers));
     } else {
       return entry<buffer>(buffers).template load<V>(first);
     }
   }
   template <bool kAreRatios, int buffer>
   AMP_EXT_INLINE void round_buffer(const T* results, int64_t count, const Dither& dither) const {
-    if constexpr (Kinds::template kIsRatio<buffer> == kAreRatios) {
-      const Rounding rounding = dither.of_buffer(buffer, Kinds::template kStride<buffer>);
+    if constexpr (NumberFormats::template kIsRatio<buffer> == kAreRatios) {
+      const Rounding rounding = dither.of_buffer(buffer, NumberFormats::template kStride<buffer>);
       if constexpr (kAreRatios) {
-        const auto& second = entry<Kinds::kSecondMoment>(buffers);
+        const auto& second = entry<NumberFormats::kSecondMoment>(buffers);
         round_chunk(entry<buffer>(buffers), results, count, rounding, second);
       } else {
         round_chunk(entry<buffer>(buffers), results, count, rounding);
@@ -149,9 +149,9 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
 // Copies of the last elements of a tensor that fill no vector.
 template <typename Streams>
 struct Tail;
-template <typename Kinds, int... index>
-struct Tail<Streams<Kinds, std::integer_sequence<int, index...>>> {
-  using Each = Streams<Kinds>;
+template <typename NumberFormats, int... index>
+struct Tail<Streams<NumberFormats, std::integer_sequence<int, index...>>> {
+  using Each = Streams<NumberFormats>;
 
   typename Each::Grad::Padded grad;
   typename Each::Param::Padded param;
@@ -197,25 +197,26 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
                                  int64_t rest) {
   using V = Vector<T>;
-  using Kinds = typename Streams::Kinds;
-  constexpr int kBuffers = Kinds::kBuffers;
+  using NumberFormats = typename Streams::NumberFormats;
+  constexpr int kBuffers = NumberFormats::kBuffers;
   alignas(64) T scratch[2 + kBuffers][kChunkSize];
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
-  T* buffers[Kinds::kPlaces];
+  T* buffers[NumberFormats::kPlaces];
   streams.results_in(scratch + 2, buffers);
   constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     if (i % kAsked == 0 && i + Streams::kFarthest < rest) streams.prefetch_ahead(i, kAsked);
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
-    V old_elements[Kinds::kPlaces];
+    V old_elements[NumberFormats::kPlaces];
     streams.load_buffers(i, old_elements);
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
-    V elements[Kinds::kPlaces];
+    V elements[NumberFormats::kPlaces];
     for (int k = 0; k < kBuffers; ++k) elements[k] = old_elements[k];
-    update_element<Kinds::kRoot>(constants, grad, param, elements, typename Kinds::Indices());
+    update_element<NumberFormats::kRoot>(constants, grad, param, elements,
+                                         typename NumberFormats::Indices());
     if (constants.skip_nonfinite) {
       const auto is_updated = is_finite(old_grad);
       grad = select(is_updated, grad, old_grad);
@@ -223,8 +224,8 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
       for (int k = 0; k < kBuffers; ++k) {
         elements[k] = select(is_updated, elements[k], old_elements[k]);
       }
-      if constexpr (Kinds::kRoot >= 0) {
-        V& root = elements[Kinds::kRoot];
+      if constexpr (NumberFormats::kRoot >= 0) {
+        V& root = elements[NumberFormats::kRoot];
         root = select(is_updated, root, streams.template stored_root<V>(i));
       }
     }
@@ -279,15 +280,15 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
     if constexpr (!is_compiled<Combination, Hyperparameters, kBuffers>()) {
       return false;
     } else {
-      using Kinds = KindsOf<Combination, Hyperparameters, kBuffers>;
-      if (!has_kinds<Kinds>(tile.record)) return false;
-      if constexpr (kHasFastPath<Functor, Kinds>) {
-        if (is_usual && has_usual_dither<Kinds>(tile.record)) {
-          fast_step_tile_of<Streams<Kinds>>(constants, tile);
+      using NumberFormats = FormatsOf<Combination, Hyperparameters, kBuffers>;
+      if (!has_formats<NumberFormats>(tile.record)) return false;
+      if constexpr (kHasFastPath<Functor, NumberFormats>) {
+        if (is_usual && has_usual_dither<NumberFormats>(tile.record)) {
+          fast_step_tile_of<Streams<NumberFormats>>(constants, tile);
           return true;
         }
       }
-      step_tile_of<Streams<Kinds>>(constants, tile);
+      step_tile_of<Streams<NumberFormats>>(constants, tile);
       return true;
     }
   };

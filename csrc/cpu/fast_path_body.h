@@ -15,7 +15,7 @@ constexpr int64_t kGroupSize = 16 * kLanes<float>;
 static_assert(kChunkSize % kGroupSize == 0 && kGroupSize % (2 * kBlockSize) == 0);
 
 // True for numbers that are dithered if the options say so.
-template <typename Kind>
+template <typename NumberFormat>
 inline constexpr bool kMayDither = false;
 template <>
 inline constexpr bool kMayDither<Plain<BFloat16>> = true;
@@ -27,33 +27,33 @@ template <>
 inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
 
 // The bits of TensorRecord::dithered that matter to a kernel.
-template <typename Kinds>
+template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
-    (kMayDither<typename Kinds::Param> ? kDithersParam : 0) |
-    (kMayDither<typename Kinds::template Buffer<0>> ? kDithersBuffer0 : 0) |
-    (kMayDither<typename Kinds::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
+    (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
+    (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
+    (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
 // The numbers that the fast path dithers: those of the default betas. Codes are always dithered.
-template <typename Kinds>
+template <typename NumberFormats>
 constexpr int usual_dither() {
-  typename Kinds::Hyperparameters defaults;
+  typename NumberFormats::Hyperparameters defaults;
   defaults.dither = true;
-  const int codes = (Kinds::template kIsRatio<0> ? kDithersBuffer0 : 0) |
-                    (Kinds::template kIsInBlocks<1> ? kDithersBuffer0 << 1 : 0);
-  return kMayDitherAmong<Kinds> & (dithered_numbers(defaults) | codes);
+  const int codes = (NumberFormats::template kIsRatio<0> ? kDithersBuffer0 : 0) |
+                    (NumberFormats::template kIsInBlocks<1> ? kDithersBuffer0 << 1 : 0);
+  return kMayDitherAmong<NumberFormats> & (dithered_numbers(defaults) | codes);
 }
-template <typename Kinds>
+template <typename NumberFormats>
 bool has_usual_dither(const TensorRecord& record) {
-  return (record.dithered & kMayDitherAmong<Kinds>) == usual_dither<Kinds>();
+  return (record.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
 }
 
 // True if a functor has a fast path for these numbers. With float32 moments it would save nothing.
-template <typename Functor, typename Kinds>
+template <typename Functor, typename NumberFormats>
 inline constexpr bool kHasFastPath = false;
-template <typename Kinds>
-inline constexpr bool kHasFastPath<Adam<float>, Kinds> = [] {
-  using Stored = typename Kinds::Param::Stored;
-  if constexpr (Kinds::kBuffers == 2 && !std::is_same_v<Stored, Half>) {
-    return kMayDither<typename Kinds::template Buffer<1>>;
+template <typename NumberFormats>
+inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> = [] {
+  using Stored = typename NumberFormats::Param::Stored;
+  if constexpr (NumberFormats::kBuffers == 2 && !std::is_same_v<Stored, Half>) {
+    return kMayDither<typename NumberFormats::template Buffer<1>>;
   } else {
     return false;
   }
@@ -86,8 +86,8 @@ AMP_EXT_INLINE void store_upper_bits(BFloat16* to, const FourVectors& words) {
 
 // Loads a parameter or a moment. The split master of a parameter that somebody has set to 0 becomes
 // NaN.
-template <typename Kind>
-AMP_EXT_INLINE Vector<float> fast_load(const Numbers<Kind>& numbers, int64_t index) {
+template <typename NumberFormat>
+AMP_EXT_INLINE Vector<float> fast_load(const Numbers<NumberFormat>& numbers, int64_t index) {
   return numbers.template load<Vector<float>>(index);
 }
 template <int kBits>
@@ -169,16 +169,17 @@ struct FastConstants {
 // The results of a group before they are stored.
 template <typename Streams>
 struct FastGroup {
-  using Kinds = typename Streams::Kinds;
+  using NumberFormats = typename Streams::NumberFormats;
   using V = Vector<float>;
   using U = Vector<uint32_t>;
-  static constexpr bool kHasRoots = Kinds::kRoot >= 0;
+  static constexpr bool kHasRoots = NumberFormats::kRoot >= 0;
   static constexpr int kBlocks = kGroupSize / kBlockSize;
   static constexpr int kBlockVectors = kBlockSize / kLanes<float>;
-  static constexpr uint32_t kStride0 = Kinds::template kStride<0>;
-  static constexpr uint32_t kStride1 = Kinds::template kStride<1>;
+  static constexpr uint32_t kStride0 = NumberFormats::template kStride<0>;
+  static constexpr uint32_t kStride1 = NumberFormats::template kStride<1>;
   template <int index>
-  static constexpr bool kDithers = (usual_dither<Kinds>() & (kDithersBuffer0 << index)) != 0;
+  static constexpr bool kDithers =
+      (usual_dither<NumberFormats>() & (kDithersBuffer0 << index)) != 0;
 
   alignas(64) float params[kGroupSize];
   alignas(64) float firsts[kGroupSize];
@@ -197,7 +198,7 @@ struct FastGroup {
     const auto& second_moments = entry<1>(streams.buffers);
     NanSeen nan;
     U unusual = {};  // not 0 in lanes with an unusual number
-    if constexpr (Kinds::kHasRatios) {
+    if constexpr (NumberFormats::kHasRatios) {
       // The sum has the upper bit of a byte set if its code is NaN.
       for (int64_t i = 0; i < kGroupSize; i += sizeof(U)) {
         unusual |= (load_bits<U>(first_moments.codes + first + i) & 0x7f7f7f7fu) + 0x01010101u;
@@ -230,13 +231,13 @@ struct FastGroup {
           unit = unit_below(bits_of(root));
         } else {
           second_moment = fast_load(second_moments, index);
-          if constexpr (Kinds::kHasRatios) {
+          if constexpr (NumberFormats::kHasRatios) {
             // A negative one has a unit that no root has. The new ratio may be infinite then.
             signs |= bits_of(second_moment);
             unit = ((bits_of(second_moment) >> 1) + 0x1fc00000u) & 0x7f800000u;
           }
         }
-        if constexpr (Kinds::kHasRatios) {
+        if constexpr (NumberFormats::kHasRatios) {
           const U code = load_signed(first_moments.codes + index);
           first_moment = RatioCode::decode_number((code & 0x7fu) | RatioCode::kPlaceBits, unit,
                                                   code & 0x80000000u);
@@ -255,7 +256,7 @@ struct FastGroup {
           largest_root = larger_word(largest_root, RootCode::lifted(bits, true, words[place]));
         } else {
           store(seconds + place * kLanes<float>, second_moment);
-          if constexpr (Kinds::kHasRatios) {
+          if constexpr (NumberFormats::kHasRatios) {
             largest_second = larger_word(largest_second, bits_of(second_moment));
           }
         }
@@ -272,7 +273,7 @@ struct FastGroup {
       store_bits(units, exponent << 23);
       store_bits(inverses, (254u - exponent) << 23);
       store_bits(leasts, bits_of(float_of(exponent << 23) * 0x1p-10f));
-    } else if constexpr (Kinds::kHasRatios) {
+    } else if constexpr (NumberFormats::kHasRatios) {
       // A larger one may become inf when it is dithered.
       unusual |= bit_cast<U>(as_signed(largest_second) >= 0x7f7f0000) | (signs & 0x80000000u);
     }
@@ -319,7 +320,7 @@ struct FastGroup {
           twice_inverses[k] = twice_inverse_unit_below_root(bits[k]);
         }
       }
-      if constexpr (Kinds::kHasRatios) {
+      if constexpr (NumberFormats::kHasRatios) {
         const Words own = words(kStride0);
         FourVectors places, moments;
 #pragma GCC unroll 4

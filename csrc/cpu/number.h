@@ -113,7 +113,7 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
 
 // The numbers of one kind from some element of a tensor on. `Padded` holds the last of them, which
 // fill no vector.
-template <typename Kind>
+template <typename NumberFormat>
 struct Numbers;
 
 template <typename Storage>

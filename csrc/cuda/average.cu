@@ -12,14 +12,14 @@ namespace amp_ext::cuda {
 namespace {
 
 // A weight and its average.
-template <typename WeightKind, typename AverageKind>
+template <typename WeightFormat, typename AverageFormat>
 struct AveragedStreams {
-  using Weights = Numbers<WeightKind>;
-  using Averages = Numbers<AverageKind>;
+  using Weights = Numbers<WeightFormat>;
+  using Averages = Numbers<AverageFormat>;
   static constexpr int kPackSize = 16 / std::min(Weights::kLeastBytes, Averages::kLeastBytes);
   static constexpr int kPointers = Weights::kPointers + 1;
   // Joining a float16 with a difference takes registers.
-  static constexpr int kBlocks = std::is_same_v<WeightKind, Split<Half, 16>> ? 3 : 4;
+  static constexpr int kBlocks = std::is_same_v<WeightFormat, Split<Half, 16>> ? 3 : 4;
   using Shape = cuda::Shape<kThreads, Averages::kMayDither ? 8192 : 4096, kBlocks, 2, 2048>;
 
   Weights weights;
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 }
 
 // Averages the records of one pair of kinds, and adds their number to `launched`.
-template <typename Streams, typename HasKinds>
+template <typename Streams, typename HasFormats>
 int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
-                   const HasKinds& has_kinds, int64_t& launched) {
+                   const HasFormats& has_formats, int64_t& launched) {
   using Shape = typename Streams::Shape;
   using Arguments = AverageArguments<Streams>;
   static_assert(sizeof(Arguments) <= kArgumentBytes);
@@ -139,7 +139,7 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
   table.clear(Shape::tile_size_of(elements));
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const TensorRecord& record = launch_of_all.records[i];
-    if (!has_kinds(record)) continue;
+    if (!has_formats(record)) continue;
     if (table.is_full()) {
       if (const int error = flush()) return error;
     }
@@ -163,11 +163,11 @@ int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t s
   }
   int64_t launched = 0;
   int error = 0;
-  any_kinds_of_averages([&](auto weight, auto average) {
+  any_formats_of_averages([&](auto weight, auto average) {
     using Weight = decltype(weight);
     using Average = decltype(average);
     error = launch_average<AveragedStreams<Weight, Average>>(
-        launch, block_counter, stream, has_kinds_of_average<Weight, Average>, launched);
+        launch, block_counter, stream, has_formats_of_average<Weight, Average>, launched);
     return error != 0;
   });
   if (error != 0) return error;

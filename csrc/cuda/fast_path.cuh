@@ -37,11 +37,11 @@ __device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, i
 
 // kCount neighbouring numbers of one kind, from a place where a pack can start. What is written by
 // `set` is finite. `word` dithers the first of them, if kDithers.
-template <typename Kind, int kCount>
+template <typename NumberFormat, int kCount>
 struct FastPack {
-  typename Numbers<Kind>::template Values<kCount> own;
+  typename Numbers<NumberFormat>::template Values<kCount> own;
 
-  __device__ void load(const Numbers<Kind>& numbers, int64_t index) {
+  __device__ void load(const Numbers<NumberFormat>& numbers, int64_t index) {
     own = numbers.template load<kCount>(index);
   }
   __device__ float get(int i) const { return own.load(i); }
@@ -50,7 +50,7 @@ struct FastPack {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) own.store(values[i], i, {kDithers, word + i * kPhaseStride});
   }
-  __device__ void store(const Numbers<Kind>& numbers, int64_t index) const {
+  __device__ void store(const Numbers<NumberFormat>& numbers, int64_t index) const {
     numbers.store(own, index);
   }
 };
@@ -323,25 +323,26 @@ struct FastConstants {
   }
 };
 
-template <typename Functor, typename Streams, typename Indices = typename Streams::Kinds::Indices>
+template <typename Functor, typename Streams,
+          typename Indices = typename Streams::NumberFormats::Indices>
 struct FastPath;
 template <typename Functor, typename Streams, int... index>
 struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
-  using Kinds = typename Streams::Kinds;
-  static constexpr int kCount = Kinds::kHasCodes ? 8 : Streams::kPackSize;
-  static constexpr bool kDivides = Kinds::kSecondMoment >= 0;
+  using NumberFormats = typename Streams::NumberFormats;
+  static constexpr int kCount = NumberFormats::kHasCodes ? 8 : Streams::kPackSize;
+  static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
   // The numbers that are dithered by default. Codes always are.
   static constexpr uint8_t default_dither() {
-    typename Kinds::Hyperparameters defaults;
+    typename NumberFormats::Hyperparameters defaults;
     defaults.dither = true;
     return dithered_numbers(defaults);
   }
   template <int buffer>
   static constexpr bool kDithers = Streams::template kDithers<buffer> &&
                                    ((default_dither() & (kDithersBuffer0 << buffer)) != 0 ||
-                                    is_code(Kinds::template Buffer<buffer>::kFormat));
+                                    is_code(NumberFormats::template Buffer<buffer>::kFormat));
   static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));
 
@@ -356,9 +357,9 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   }
 
   struct Packs {
-    FastPack<typename Kinds::Grad, kCount> grad;
-    FastPack<typename Kinds::Param, kCount> param;
-    Entries<FastPack<typename Kinds::template Buffer<index>, kCount>...> buffers;
+    FastPack<typename NumberFormats::Grad, kCount> grad;
+    FastPack<typename NumberFormats::Param, kCount> param;
+    Entries<FastPack<typename NumberFormats::template Buffer<index>, kCount>...> buffers;
   };
 
   // Asks for the pack kAhead elements behind `first`, in all arrays that are read, if it is
@@ -388,14 +389,14 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Unusual unusual;
     (note_codes<index>(packs, unusual), ...);
     float params[kCount];
-    float buffers[Kinds::kPlaces][kCount];
+    float buffers[NumberFormats::kPlaces][kCount];
     [[maybe_unused]] float roots[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       params[i] = packs.param.get(i);
       ((buffers[index][i] = get_buffer<index>(packs, i, constants.place_bits)), ...);
       const float grad = packs.grad.get(i) * constants.grad_factor;
-      if constexpr (Kinds::kRoot >= 0) {
+      if constexpr (NumberFormats::kRoot >= 0) {
         roots[i] = constants.update.template fast_update<Seeds, kDivision>(
             grad, params[i], buffers[index][i]..., unusual);
       } else {
@@ -406,7 +407,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     const auto word_of = [&](uint32_t stride) { return phase + constants.step * stride; };
     bool is_unusual = unusual.is_found();
     ((is_unusual |=
-      choose_unit<index>(packs, index == Kinds::kRoot ? roots : buffers[index], word_of)),
+      choose_unit<index>(packs, index == NumberFormats::kRoot ? roots : buffers[index], word_of)),
      ...);
     // All have loaded before one stores: others read the exponent of a block, and those that are
     // not inside a pack of another. Shuffles and votes order no memory.
@@ -415,8 +416,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
 
     packs.param.template set<Streams::Param::kMayDither>(params, word_of(kParamStride));
     [[maybe_unused]] uint32_t inverses[kCount];
-    (set_buffer<index, /*kIsRatio=*/false>(packs, index == Kinds::kRoot ? roots : buffers[index],
-                                           inverses, word_of),
+    (set_buffer<index, /*kIsRatio=*/false>(
+         packs, index == NumberFormats::kRoot ? roots : buffers[index], inverses, word_of),
      ...);
     (set_buffer<index, /*kIsRatio=*/true>(packs, buffers[index], inverses, word_of), ...);
     if (!inside) return true;
@@ -428,9 +429,10 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
  private:
   template <int buffer>
   static __device__ __forceinline__ void note_codes(const Packs& packs, Unusual& unusual) {
-    if constexpr (Kinds::template kIsRatio<buffer>) {
+    if constexpr (NumberFormats::template kIsRatio<buffer>) {
       unusual.codes |= entry<buffer>(packs.buffers).nan_codes();
-    } else if constexpr (Kinds::kHasRatios && Kinds::kRoot < 0 && buffer == Kinds::kSecondMoment) {
+    } else if constexpr (NumberFormats::kHasRatios && NumberFormats::kRoot < 0 &&
+                         buffer == NumberFormats::kSecondMoment) {
       unusual.codes |= entry<buffer>(packs.buffers).negative();
     }
   }
@@ -439,8 +441,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static __device__ __forceinline__ float get_buffer(const Packs& packs, int i,
                                                      [[maybe_unused]] uint32_t place_bits) {
     const auto& own = entry<buffer>(packs.buffers);
-    if constexpr (Kinds::template kIsRatio<buffer>) {
-      return own.get(i, entry<Kinds::kSecondMoment>(packs.buffers).unit(i), place_bits);
+    if constexpr (NumberFormats::template kIsRatio<buffer>) {
+      return own.get(i, entry<NumberFormats::kSecondMoment>(packs.buffers).unit(i), place_bits);
     } else {
       return own.get(i);
     }
@@ -449,9 +451,9 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   template <int buffer, typename WordOf>
   static __device__ __forceinline__ bool choose_unit(Packs& packs, const float (&values)[kCount],
                                                      const WordOf& word_of) {
-    if constexpr (Kinds::template kIsInBlocks<buffer>) {
+    if constexpr (NumberFormats::template kIsInBlocks<buffer>) {
       return entry<buffer>(packs.buffers)
-          .choose_unit(values, word_of(Kinds::template kStride<buffer>));
+          .choose_unit(values, word_of(NumberFormats::template kStride<buffer>));
     } else {
       return false;
     }
@@ -462,16 +464,16 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
                                                     uint32_t (&inverses)[kCount],
                                                     const WordOf& word_of) {
-    if constexpr (Kinds::template kIsRatio<buffer> == kIsRatio) {
+    if constexpr (NumberFormats::template kIsRatio<buffer> == kIsRatio) {
       auto& own = entry<buffer>(packs.buffers);
-      const uint32_t word = word_of(Kinds::template kStride<buffer>);
+      const uint32_t word = word_of(NumberFormats::template kStride<buffer>);
       if constexpr (kIsRatio) {
         own.set(values, inverses, word);
-      } else if constexpr (buffer == Kinds::kRoot) {
+      } else if constexpr (buffer == NumberFormats::kRoot) {
         own.set(values, word, inverses);
       } else {
         own.template set<kDithers<buffer>>(values, word);
-        if constexpr (Kinds::kHasRatios && buffer == Kinds::kSecondMoment) {
+        if constexpr (NumberFormats::kHasRatios && buffer == NumberFormats::kSecondMoment) {
 #pragma unroll
           for (int i = 0; i < kCount; ++i) inverses[i] = own.twice_inverse_unit(i);
         }
@@ -486,7 +488,7 @@ template <typename Functor, typename Streams>
 inline constexpr bool kHasFastPath = false;
 template <typename Streams>
 inline constexpr bool kHasFastPath<Adam<float>, Streams> =
-    Streams::kHasNarrowBuffers && Streams::Kinds::kBuffers == 2;
+    Streams::kHasNarrowBuffers && Streams::NumberFormats::kBuffers == 2;
 template <typename Streams>
 inline constexpr bool kHasFastPath<Lion<float>, Streams> = Streams::kHasNarrowBuffers;
 template <typename Streams>

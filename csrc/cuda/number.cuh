@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half&
 }
 
 // The numbers of one kind of a tensor. `Values` are those that a thread has loaded.
-template <typename Kind>
+template <typename NumberFormat>
 struct Numbers;
 
 template <typename Storage>

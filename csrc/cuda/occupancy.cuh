@@ -31,14 +31,14 @@ inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
 // the code for sm_100. `architecture` is 900 for sm_90.
 template <template <typename> class Functor, typename Streams>
 constexpr int blocks_on(int architecture) {
-  using Kinds = typename Streams::Kinds;
-  using Param = typename Kinds::Param;
-  constexpr Weight kFormula = kWeight<Functor, Kinds::kBuffers>;
+  using NumberFormats = typename Streams::NumberFormats;
+  using Param = typename NumberFormats::Param;
+  constexpr Weight kFormula = kWeight<Functor, NumberFormats::kBuffers>;
   constexpr bool kHasNarrowBuffers = Streams::kHasNarrowBuffers;
-  if (sizeof(typename Kinds::T) == 8) {
+  if (sizeof(typename NumberFormats::T) == 8) {
     return kFormula == Weight::kUnknown && architecture >= 1000 ? 1 : 2;
   }
-  if (kFormula == Weight::kLeast) return Kinds::kHasSplitMaster ? 3 : 4;
+  if (kFormula == Weight::kLeast) return NumberFormats::kHasSplitMaster ? 3 : 4;
   if (Streams::kPackSize == 4 && kFormula != Weight::kUnknown) {
     return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
   }
@@ -48,13 +48,14 @@ constexpr int blocks_on(int architecture) {
     return takes_most && architecture >= 1000 ? 1 : 2;
   }
   if (kHasNarrowBuffers || Param::kMaster == Master::kLow8) {
-    if (architecture >= 1000 || (Param::kMaster == Master::kFloat32 && !Kinds::kHasCodes)) return 2;
-    constexpr bool kHasBoth = Kinds::kHasCodes && Kinds::kHasSplitMaster;
+    if (architecture >= 1000 || (Param::kMaster == Master::kFloat32 && !NumberFormats::kHasCodes))
+      return 2;
+    constexpr bool kHasBoth = NumberFormats::kHasCodes && NumberFormats::kHasSplitMaster;
     if (kFormula == Weight::kLight &&
         (architecture < 900 || Param::kMaster == Master::kLow8 || kHasBoth)) {
       return 2;
     }
-    if (Kinds::kRoot >= 0 && std::is_same_v<Param, Split<Half, 8>>) return 2;
+    if (NumberFormats::kRoot >= 0 && std::is_same_v<Param, Split<Half, 8>>) return 2;
     return 3;
   }
   if (kFormula == Weight::kMedium && architecture >= 1000) return 2;
@@ -64,14 +65,14 @@ constexpr int blocks_on(int architecture) {
 // The threads of a block of the fast path.
 template <typename Streams>
 constexpr int fast_threads() {
-  return sizeof(typename Streams::Kinds::Param::Stored) == 2 ? kThreads / 2 : kThreads;
+  return sizeof(typename Streams::NumberFormats::Param::Stored) == 2 ? kThreads / 2 : kThreads;
 }
 
 // For how many blocks of the fast path there are to be registers.
 template <template <typename> class Functor, typename Streams>
 constexpr int fast_blocks_on(int architecture) {
   constexpr bool kTakesMore =
-      std::is_same_v<Functor<float>, Lion<float>> && Streams::Kinds::kHasCodes;
+      std::is_same_v<Functor<float>, Lion<float>> && Streams::NumberFormats::kHasCodes;
   constexpr int kScale = kThreads / fast_threads<Streams>();
   if (architecture >= 900 && architecture < 1000) return (kTakesMore ? 3 : 4) * kScale;
   return blocks_on<Functor, Streams>(architecture) * kScale;

@@ -25,16 +25,16 @@ inline constexpr int kMaxGroups = 16;
 enum class Dithers { kNone, kSome, kAll };
 
 // The numbers of one tensor.
-template <typename KindsOfKernel, typename Indices = typename KindsOfKernel::Indices>
+template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
 struct Streams;
-template <typename KindsOfKernel, int... index>
-struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
-  using Kinds = KindsOfKernel;
-  using Grad = Numbers<typename Kinds::Grad>;
-  using Param = Numbers<typename Kinds::Param>;
+template <typename FormatsOfKernel, int... index>
+struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
+  using NumberFormats = FormatsOfKernel;
+  using Grad = Numbers<typename NumberFormats::Grad>;
+  using Param = Numbers<typename NumberFormats::Param>;
   template <int buffer>
-  using Buffer = Numbers<typename Kinds::template Buffer<buffer>>;
-  using T = typename Kinds::T;
+  using Buffer = Numbers<typename NumberFormats::template Buffer<buffer>>;
+  using T = typename NumberFormats::T;
   static constexpr int kPointers =
       ((Grad::kPointers + Param::kPointers) + ... + Buffer<index>::kPointers);
 
@@ -53,11 +53,11 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   // Whether a buffer may be dithered.
   template <int buffer>
   static constexpr bool kDithers =
-      Buffer<buffer>::kMayDither && Kinds::template kStride<buffer> != 0;
+      Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
   // Two loops: with codes, all numbers are usually dithered that may be, which needs no questions.
-  static constexpr bool kUsuallyAll = Kinds::kHasRatios;
+  static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
   static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
   static constexpr int kAllDithered = ((Param::kMayDither ? kDithersParam : 0) | ... |
@@ -80,7 +80,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
     table.pointers[pointer++][tensor] = record.param;
     if (Param::kPointers > 1) table.pointers[pointer++][tensor] = record.master_param;
     constexpr int kPointersOf[] = {Buffer<index>::kPointers..., 0};
-    for (int i = 0; i < Kinds::kBuffers; ++i) {
+    for (int i = 0; i < NumberFormats::kBuffers; ++i) {
       table.pointers[pointer++][tensor] = record.buffers[i];
       if (kPointersOf[i] > 1) table.pointers[pointer++][tensor] = record.exponents;
     }
@@ -104,7 +104,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   // `begin` is that of a block of elements: without packs a warp has one.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
-    const bool aligned = first < end && (!Kinds::kHasBlocks || first == begin) &&
+    const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
                          param.is_at_boundary(first) && grad.is_at_boundary(first) &&
                          (... && entry<index>(buffers).is_at_boundary(first));
     return aligned ? first : end;
@@ -152,36 +152,36 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   template <Dithers kWhich, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t first) const {
-    [[maybe_unused]] T moments[Kinds::kPlaces][kCount];
+    [[maybe_unused]] T moments[NumberFormats::kPlaces][kCount];
     const Words<kWhich, kCount> all_words = words_from<kWhich, kCount>(constants.step, first);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       T value = values.param.load(i);
-      T elements[Kinds::kPlaces] = {load_buffer<index>(values, i)...};
+      T elements[NumberFormats::kPlaces] = {load_buffer<index>(values, i)...};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
       if (constants.skips(scaled_grad)) {
-        if constexpr (Kinds::kRoot >= 0) {
-          elements[Kinds::kRoot] = entry<Kinds::kRoot>(values.buffers).root(i);
+        if constexpr (NumberFormats::kRoot >= 0) {
+          elements[NumberFormats::kRoot] = entry<NumberFormats::kRoot>(values.buffers).root(i);
         }
       } else {
         const T unscaled = constants.unscale_and_clip(scaled_grad);
-        update_element<Kinds::kRoot>(constants, unscaled, value, elements,
-                                     typename Kinds::Indices());
+        update_element<NumberFormats::kRoot>(constants, unscaled, value, elements,
+                                             typename NumberFormats::Indices());
         if (constants.write_back_grads) values.grad.store(unscaled, i, {});
       }
       const auto words = all_words.at(i);
       values.param.store(value, i, words.of(kDithersParam, kParamStride));
-      if constexpr (Kinds::kHasBlocks) {
+      if constexpr (NumberFormats::kHasBlocks) {
         ((moments[index][i] = elements[index]), ...);
       } else {
         store_elements(values, elements, i, words);
       }
     }
-    if constexpr (Kinds::kHasBlocks) {
+    if constexpr (NumberFormats::kHasBlocks) {
       (choose_unit<index>(values, moments[index], all_words), ...);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const T elements[Kinds::kPlaces] = {moments[index][i]...};
+        const T elements[NumberFormats::kPlaces] = {moments[index][i]...};
         store_elements(values, elements, i, all_words.at(i));
       }
     }
@@ -205,7 +205,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
     template <int buffer>
     __device__ Rounding of_buffer() const {
       if constexpr (kDithers<buffer>) {
-        return of(kDithersBuffer0 << buffer, Kinds::template kStride<buffer>);
+        return of(kDithersBuffer0 << buffer, NumberFormats::template kStride<buffer>);
       } else {
         return {};
       }
@@ -213,7 +213,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   };
   // Of neighbours, up to eight. What eight places share is taken once beside codes; in the other
   // kernels, of more numbers at a time, the phases would take registers that there are not.
-  static constexpr bool kShares = Kinds::kHasCodes;
+  static constexpr bool kShares = NumberFormats::kHasCodes;
   template <Dithers kWhich, int kCount>
   struct Words {
     uint64_t place;
@@ -249,8 +249,8 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   template <int buffer, int kCount>
   __device__ T load_buffer(const Values<kCount>& values, int i) const {
     const auto& own = entry<buffer>(values.buffers);
-    if constexpr (Kinds::template kIsRatio<buffer>) {
-      return own.load(i, entry<Kinds::kSecondMoment>(values.buffers).unit(i));
+    if constexpr (NumberFormats::template kIsRatio<buffer>) {
+      return own.load(i, entry<NumberFormats::kSecondMoment>(values.buffers).unit(i));
     } else {
       return own.load(i);
     }
@@ -259,7 +259,7 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
   template <int buffer, int kCount, typename Words>
   __device__ void choose_unit(Values<kCount>& values, const T (&moments)[kCount],
                               const Words& words) const {
-    if constexpr (Kinds::template kIsInBlocks<buffer>) {
+    if constexpr (NumberFormats::template kIsInBlocks<buffer>) {
       entry<buffer>(values.buffers).choose_unit(moments, [&](int i) {
         return words.at(i).template of_buffer<buffer>();
       });
@@ -268,19 +268,21 @@ struct Streams<KindsOfKernel, std::integer_sequence<int, index...>> {
 
   // Ratios are to the second moment as it has been stored.
   template <int kCount, typename Words>
-  __device__ void store_elements(Values<kCount>& values, const T (&elements)[Kinds::kPlaces], int i,
+  __device__ void store_elements(Values<kCount>& values,
+                                 const T (&elements)[NumberFormats::kPlaces], int i,
                                  const Words& words) const {
-    const Rounding roundings[Kinds::kPlaces] = {words.template of_buffer<index>()...};
+    const Rounding roundings[NumberFormats::kPlaces] = {words.template of_buffer<index>()...};
     (store_buffer</*kIsRatio=*/false, index>(values, elements[index], i, roundings[index]), ...);
     (store_buffer</*kIsRatio=*/true, index>(values, elements[index], i, roundings[index]), ...);
   }
   template <bool kIsRatio, int buffer, int kCount>
   __device__ void store_buffer(Values<kCount>& values, T element, int i,
                                const Rounding& rounding) const {
-    if constexpr (Kinds::template kIsRatio<buffer> == kIsRatio) {
+    if constexpr (NumberFormats::template kIsRatio<buffer> == kIsRatio) {
       auto& own = entry<buffer>(values.buffers);
       if constexpr (kIsRatio) {
-        own.store(element, i, rounding, entry<Kinds::kSecondMoment>(values.buffers).unit(i));
+        own.store(element, i, rounding,
+                  entry<NumberFormats::kSecondMoment>(values.buffers).unit(i));
       } else {
         own.store(element, i, rounding);
       }
@@ -304,7 +306,7 @@ struct StepShape
 // with fewer bytes for each element a tile has more of them. float32 parameters beside codes took 8
 // % more time so on an H200.
 template <template <typename> class Functor, typename Streams>
-struct FastShape : Shape<fast_threads<Streams>(), Streams::Kinds::kHasCodes ? 8192 : 4096,
+struct FastShape : Shape<fast_threads<Streams>(), Streams::NumberFormats::kHasCodes ? 8192 : 4096,
                          fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
 template <typename Functor, typename Streams, typename Shape>
@@ -494,7 +496,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   int32_t last_group = -1;
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const TensorRecord& record = launch_of_all.records[i];
-    if (!has_kinds<typename Streams::Kinds>(record)) continue;
+    if (!has_formats<typename Streams::NumberFormats>(record)) continue;
     ++had;
     if constexpr (kFast) {
       if (!Functor::has_fast_path(hyperparameters[record.group])) continue;
@@ -533,7 +535,7 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
     return 0;
   } else {
     using T = typename Combination::T;
-    using Each = Streams<KindsOf<Combination, Hyperparameters, kBuffers>>;
+    using Each = Streams<FormatsOf<Combination, Hyperparameters, kBuffers>>;
     using Shape = StepShape<Functor, Each>;
     int64_t had = 0;
     if constexpr (kHasFastPath<Functor<T>, Each>) {

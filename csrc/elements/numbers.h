@@ -69,7 +69,7 @@ struct Blockwise {
 };
 
 template <BufferCode code>
-using KindOfCode = std::conditional_t<
+using FormatOfCode = std::conditional_t<
     code == BufferCode::kRatio, Ratio,
     std::conditional_t<code == BufferCode::kRoot, Blockwise<RootCode>,
                        std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
@@ -81,14 +81,14 @@ template <typename Storage>
 struct Uniform {
   static constexpr bool kAreCoded = false;
   template <BufferCode code>
-  using Kind = Plain<Storage>;
+  using NumberFormat = Plain<Storage>;
 };
 template <Codes codes>
 struct Coded {
   static constexpr bool kAreCoded = true;
   static constexpr Codes kCodes = codes;
   template <BufferCode code>
-  using Kind = KindOfCode<is_among(code, codes) ? code : BufferCode::kNone>;
+  using NumberFormat = FormatOfCode<is_among(code, codes) ? code : BufferCode::kNone>;
 };
 
 }  // namespace amp_ext

@@ -23,7 +23,7 @@ constexpr size_t kDigits = 16;
 constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot before them
 constexpr size_t kLongestName = 255;                      // of a file, in bytes
 
-const char* name_of_kind(mode_t mode) {
+const char* file_type_name(mode_t mode) {
   if (S_ISDIR(mode)) return "a folder";
   if (S_ISFIFO(mode)) return "a pipe";
   return S_ISSOCK(mode) ? "a socket" : "a device";
@@ -59,7 +59,7 @@ FileBeside open_beside(const std::string& path) {
   }
   if (is_there && !S_ISREG(there.st_mode)) {
     file.refusal = std::string("path must be of a file, or of nothing yet, got ") +
-                   name_of_kind(there.st_mode) + ": " + path;
+                   file_type_name(there.st_mode) + ": " + path;
     return file;
   }
   const fs::path target = end_of_links(path);

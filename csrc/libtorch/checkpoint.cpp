@@ -318,9 +318,9 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  const OptimizerKind& kind = checked("load_state_dict").kind;
+  const OptimizerClass& optimizer_class = checked("load_state_dict").optimizer_class;
   const auto of_torch = with_errors_of("torch::load of an optimizer", [&] {
-    return read_torch_archive(kind.name, archive, param_groups_);
+    return read_torch_archive(optimizer_class.name, archive, param_groups_);
   });
   load_state_dict(of_torch.has_value() ? *of_torch : read(archive, "torch::load of an optimizer"));
 }

@@ -23,22 +23,23 @@ void take_given(FusedOptions& options, FusedOptions& from) {
   }
 }
 
-PlacedOptions options_of_group(const OptimizerKind& kind, const FusedOptions& options, size_t group,
-                               const std::vector<at::Tensor>& params) {
+PlacedOptions options_of_group(const OptimizerClass& optimizer_class, const FusedOptions& options,
+                               size_t group, const std::vector<at::Tensor>& params) {
   const auto place = [group] { return c10::str(" of group ", group); };
-  return {kind, options, kind.name, place, &params};
+  return {optimizer_class, options, optimizer_class.name, place, &params};
 }
 
 }  // namespace
 
-FusedOptimizer::FusedOptimizer(const OptimizerKind& kind,
+FusedOptimizer::FusedOptimizer(const OptimizerClass& optimizer_class,
                                const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                                std::unique_ptr<FusedOptions> defaults)
     : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(), std::move(defaults)),
-      impl_(std::make_shared<Impl>(kind)) {
+      impl_(std::make_shared<Impl>(optimizer_class)) {
   auto& options = static_cast<FusedOptions&>(*defaults_);
   options.are_defaults_ = true;
-  const PlacedOptions placed(kind, options, kind.name, [] { return std::string(); }, nullptr);
+  const PlacedOptions placed(
+      optimizer_class, options, optimizer_class.name, [] { return std::string(); }, nullptr);
   check_as_torch(placed);
   check_values(placed);
   TORCH_CHECK(!param_groups.empty(), "optimizer got an empty parameter list");
@@ -63,17 +64,17 @@ FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
 }
 
 void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
-  const char* const name = checked("add_param_group").kind.name;
+  const char* const name = checked("add_param_group").optimizer_class.name;
   const size_t group = param_groups_.size();
   auto merged = defaults_->clone();
   auto& options = static_cast<FusedOptions&>(*merged);
   options.are_defaults_ = false;
   if (param_group.has_options()) {
     const auto given = param_group.options().clone();
-    check_kind(*given, group);
+    check_options_type(*given, group);
     take_given(options, static_cast<FusedOptions&>(*given));
   }
-  check_group(options_of_group(impl_->kind, options, group, param_group.params()));
+  check_group(options_of_group(impl_->optimizer_class, options, group, param_group.params()));
   std::unordered_set<const void*> others;
   for (const auto& other : param_groups_) {
     for (const at::Tensor& param : other.params()) others.insert(param.unsafeGetTensorImpl());
@@ -98,21 +99,23 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
 }
 
 // Somebody may have set other ones.
-void FusedOptimizer::check_kind(const torch::optim::OptimizerOptions& options, size_t group) const {
+void FusedOptimizer::check_options_type(const torch::optim::OptimizerOptions& options,
+                                        size_t group) const {
   const torch::optim::OptimizerOptions& defaults = *defaults_;
-  TORCH_CHECK(typeid(options) == typeid(defaults), impl_->kind.name, ": options of group ", group,
-              " must be amp_ext::optim::", impl_->kind.name,
+  TORCH_CHECK(typeid(options) == typeid(defaults), impl_->optimizer_class.name,
+              ": options of group ", group,
+              " must be amp_ext::optim::", impl_->optimizer_class.name,
               "Options, got those of another optimizer");
 }
 
 // The options of a group, which has to have its own.
 const FusedOptions& FusedOptimizer::checked_options(size_t group) const {
-  check_kind(param_groups_[group].options(), group);
+  check_options_type(param_groups_[group].options(), group);
   const auto& options = static_cast<const FusedOptions&>(param_groups_[group].options());
   TORCH_CHECK(
-      !options.are_defaults_, impl_->kind.name, ": options of group ", group,
+      !options.are_defaults_, impl_->optimizer_class.name, ": options of group ", group,
       " must be its own, got the defaults: add groups by add_param_group of amp_ext::optim::",
-      impl_->kind.name, ", since that of torch::optim::Optimizer drops their options");
+      impl_->optimizer_class.name, ", since that of torch::optim::Optimizer drops their options");
   return options;
 }
 
@@ -122,18 +125,19 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
 
 // Also what a loop may have written into the groups. Returns the options of each.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
-  TORCH_CHECK(!param_groups_.empty(), impl_->kind.name,
+  TORCH_CHECK(!param_groups_.empty(), impl_->optimizer_class.name,
               ": param_groups must have a group, got none");
   std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.push_back(options_of_group(impl_->kind, options_of(i), i, param_groups_[i].params()));
+    groups.push_back(
+        options_of_group(impl_->optimizer_class, options_of(i), i, param_groups_[i].params()));
     check_group(groups[i]);
   }
   return groups;
 }
 
 bool FusedOptimizer::unscales_in_step() const {
-  return typeid(*this) == *checked("unscales_in_step").kind.type;
+  return typeid(*this) == *checked("unscales_in_step").optimizer_class.type;
 }
 
 std::shared_ptr<const void> FusedOptimizer::identity() const { return impl_; }

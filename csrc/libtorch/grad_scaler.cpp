@@ -496,8 +496,8 @@ void GradScaler::load_state_dict(const c10::IValue& state_dict) {
     c10::IValue value = entry_of(operation, dict, name);
     if (value.isTensor() && value.toTensor().numel() == 1) value = value.toTensor().item();
     const bool is_count = name[0] == '_' || name == std::string("growth_interval");
-    const bool is_kind = value.isInt() || (value.isDouble() && !is_count);
-    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(value) : NAN);
+    const bool is_numeric = value.isInt() || (value.isDouble() && !is_count);
+    const std::string wanted = wanted_of_scaler(name, is_numeric ? number_in(value) : NAN);
     TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", shown(value));
     return value.toScalar();
   });

@@ -77,8 +77,8 @@ void NormGuard::load_state_dict(const c10::IValue& state_dict) {
     const c10::IValue value = entry_of(operation, dict, name);
     auto& number = summary.*field;
     using Number = std::decay_t<decltype(number)>;
-    const bool is_kind = value.isInt() || (std::is_same_v<Number, double> && value.isDouble());
-    const std::string wanted = wanted_of_scaler(name, is_kind ? number_in(value) : NAN);
+    const bool is_numeric = value.isInt() || (std::is_same_v<Number, double> && value.isDouble());
+    const std::string wanted = wanted_of_scaler(name, is_numeric ? number_in(value) : NAN);
     TORCH_CHECK(wanted.empty(), operation, ": ", name, " must be ", wanted, ", got ", shown(value));
     number = static_cast<Number>(number_in(value));
   });
@@ -89,7 +89,7 @@ void FusedOptimizer::norm_guard(std::shared_ptr<NormGuard> guard) {
   Impl& impl = checked("norm_guard");
   if (guard != nullptr) {
     const std::shared_ptr<const void> other = guard->optimizer_.lock();
-    TORCH_CHECK(other == nullptr || other == identity(), impl.kind.name,
+    TORCH_CHECK(other == nullptr || other == identity(), impl.optimizer_class.name,
                 ": norm_guard must belong to one optimizer, got that of another: make a guard for "
                 "each");
     guard->optimizer_ = identity();

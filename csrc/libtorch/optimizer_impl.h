@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "libtorch/optimizer_kind.h"
+#include "libtorch/optimizer_class.h"
 #include "libtorch/values.h"
 #include "optimizer/plan.h"
 #include "optimizer/states.h"
@@ -19,10 +19,10 @@
 namespace amp_ext::optim {
 
 struct FusedOptimizer::Impl {
-  explicit Impl(const OptimizerKind& kind_of_optimizer)
-      : kind(kind_of_optimizer), plan(std::make_unique<Plan>(kind.name)) {}
+  explicit Impl(const OptimizerClass& optimizer_class)
+      : optimizer_class(optimizer_class), plan(std::make_unique<Plan>(optimizer_class.name)) {}
 
-  const OptimizerKind& kind;
+  const OptimizerClass& optimizer_class;
   std::unique_ptr<Plan> plan;
   bool inspects_next = false;
   std::optional<InspectedStep> inspected;  // by the step that was asked for it

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "libtorch/optimizer_kind.h"
+#include "libtorch/optimizer_class.h"
 
 namespace amp_ext::optim {
 
@@ -24,43 +24,45 @@ Groups one_group(std::vector<at::Tensor> params) {
 
 // What follows from the types.
 template <typename Class, typename Options, typename Hyperparameters>
-OptimizerKind kind_named(const char* name) {
-  OptimizerKind kind{kind_of<Hyperparameters>()};
-  kind.type = &typeid(Class);
-  kind.name = kind.base_class = name;
-  kind.make_options = []() -> std::unique_ptr<FusedOptions> { return std::make_unique<Options>(); };
-  const auto places = kind.make_options()->options();
+OptimizerClass class_named(const char* name) {
+  OptimizerClass optimizer_class{description_of<Hyperparameters>()};
+  optimizer_class.type = &typeid(Class);
+  optimizer_class.name = optimizer_class.base_class = name;
+  optimizer_class.make_options = []() -> std::unique_ptr<FusedOptions> {
+    return std::make_unique<Options>();
+  };
+  const auto places = optimizer_class.make_options()->options();
   for (size_t i = 0; i < places.size(); ++i) {
-    const std::string described = kind.options[i].name;
+    const std::string described = optimizer_class.options[i].name;
     TORCH_CHECK(places[i].name == described, name, ": options() of optim.h must have ", described,
-                " at index ", i, ", as kind.cpp, got ", places[i].name);
+                " at index ", i, ", as optimizer_description.cpp, got ", places[i].name);
   }
-  return kind;
+  return optimizer_class;
 }
 
-const OptimizerKind& adam_kind() {
-  static const auto kind = kind_named<Adam, AdamOptions, AdamHyperparameters>("Adam");
-  return kind;
+const OptimizerClass& adam_class() {
+  static const auto optimizer_class = class_named<Adam, AdamOptions, AdamHyperparameters>("Adam");
+  return optimizer_class;
 }
 
-const OptimizerKind& adamw_kind() {
-  static const OptimizerKind kind = [] {
-    auto adamw = kind_named<AdamW, AdamWOptions, AdamHyperparameters>("AdamW");
+const OptimizerClass& adamw_class() {
+  static const OptimizerClass optimizer_class = [] {
+    auto adamw = class_named<AdamW, AdamWOptions, AdamHyperparameters>("AdamW");
     adamw.base_class = "Adam";
     adamw.fixed_option = "decoupled_weight_decay";
     return adamw;
   }();
-  return kind;
+  return optimizer_class;
 }
 
-const OptimizerKind& sgd_kind() {
-  static const auto kind = kind_named<SGD, SGDOptions, SgdHyperparameters>("SGD");
-  return kind;
+const OptimizerClass& sgd_class() {
+  static const auto optimizer_class = class_named<SGD, SGDOptions, SgdHyperparameters>("SGD");
+  return optimizer_class;
 }
 
-const OptimizerKind& lion_kind() {
-  static const auto kind = kind_named<Lion, LionOptions, LionHyperparameters>("Lion");
-  return kind;
+const OptimizerClass& lion_class() {
+  static const auto optimizer_class = class_named<Lion, LionOptions, LionHyperparameters>("Lion");
+  return optimizer_class;
 }
 
 }  // namespace
@@ -78,16 +80,16 @@ std::vector<FusedOptions::Option> LionOptions::options() {
   return all;
 }
 
-#define AMP_EXT_CONSTRUCTORS(Name, kind)                                        \
+#define AMP_EXT_CONSTRUCTORS(Name, optimizer_class)                             \
   Name::Name(const Groups& param_groups, Name##Options defaults)                \
-      : FusedOptimizer(kind(), param_groups,                                    \
+      : FusedOptimizer(optimizer_class(), param_groups,                         \
                        std::make_unique<Name##Options>(std::move(defaults))) {} \
   Name::Name(std::vector<at::Tensor> params, Name##Options defaults)            \
       : Name(one_group(std::move(params)), std::move(defaults)) {}
-AMP_EXT_CONSTRUCTORS(Adam, adam_kind)
-AMP_EXT_CONSTRUCTORS(AdamW, adamw_kind)
-AMP_EXT_CONSTRUCTORS(SGD, sgd_kind)
-AMP_EXT_CONSTRUCTORS(Lion, lion_kind)
+AMP_EXT_CONSTRUCTORS(Adam, adam_class)
+AMP_EXT_CONSTRUCTORS(AdamW, adamw_class)
+AMP_EXT_CONSTRUCTORS(SGD, sgd_class)
+AMP_EXT_CONSTRUCTORS(Lion, lion_class)
 #undef AMP_EXT_CONSTRUCTORS
 
 }  // namespace amp_ext::optim

@@ -48,20 +48,20 @@ double PlacedOptions::number(const OptionDescription& option, size_t index) cons
 
 std::string PlacedOptions::shown(const OptionDescription& option,
                                  std::optional<size_t> index) const {
-  switch (option.kind) {
-    case OptionKind::kMasters:
+  switch (option.type) {
+    case OptionType::kMasters:
       return "'" + std::get<std::string>(master_weights().value()) + "'";
-    case OptionKind::kStates:
+    case OptionType::kStates:
       return name_of_form(state_dtype());
-    case OptionKind::kRounding:
+    case OptionType::kRounding:
       return "'" + rounding().value() + "'";
-    case OptionKind::kFlag:
+    case OptionType::kFlag:
       return number(option, 0) != 0.0 ? "True" : "False";
-    case OptionKind::kNumbers:
+    case OptionType::kNumbers:
       if (!index.has_value()) break;
       [[fallthrough]];
     default:
-      if (option.kind == OptionKind::kLimit &&
+      if (option.type == OptionType::kLimit &&
           !std::get<std::optional<double>*>(places_[option.index].place)->has_value()) {
         return "None";
       }

@@ -127,10 +127,11 @@ SavedGroup saved_group(const Dict& group) {
   return saved;
 }
 
-Loader loader_of(const OptimizerKind& kind, const std::string& operation) {
-  Loader loader = {operation, kind.name, {}, {}, {}};
-  for (const BufferDescription& buffer : kind.buffers) loader.own_keys.emplace_back(buffer.name);
-  for (const OptionDescription& option : kind.options) {
+Loader loader_of(const OptimizerClass& optimizer_class, const std::string& operation) {
+  Loader loader = {operation, optimizer_class.name, {}, {}, {}};
+  for (const BufferDescription& buffer : optimizer_class.buffers)
+    loader.own_keys.emplace_back(buffer.name);
+  for (const OptionDescription& option : optimizer_class.options) {
     loader.own_keys.emplace_back(option.name);
     if (option.on_load == OnLoad::kRequired) loader.required.emplace_back(option.name);
   }
@@ -139,13 +140,14 @@ Loader loader_of(const OptimizerKind& kind, const std::string& operation) {
 
 // Returns a state without moments of other optimizers that are all 0, which nothing has ever used:
 // DeepSpeedCPULion writes an exp_avg_sq of zeros.
-Dict without_unused_moments(const OptimizerKind& kind, const Dict& state) {
+Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& state) {
   const Keys names = names_of_all_buffers();
   auto spec = new_dict();
   for (const auto& entry : state) {
     const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
     const auto is_it = [&](const auto& buffer) { return key == buffer.name; };
-    const bool is_own = std::any_of(kind.buffers.begin(), kind.buffers.end(), is_it);
+    const bool is_own =
+        std::any_of(optimizer_class.buffers.begin(), optimizer_class.buffers.end(), is_it);
     const bool is_of_another = !is_own && std::find(names.begin(), names.end(), key) != names.end();
     const bool is_unused =
         is_of_another && entry.value().isTensor() && !entry.value().toTensor().any().item<bool>();
@@ -155,35 +157,39 @@ Dict without_unused_moments(const OptimizerKind& kind, const Dict& state) {
 }
 
 // The states of a state dict by the text of their keys, which are ints in files of Python.
-std::map<std::string, c10::IValue> states_of(const OptimizerKind& kind, const Dict& state_dict) {
+std::map<std::string, c10::IValue> states_of(const OptimizerClass& optimizer_class,
+                                             const Dict& state_dict) {
   std::map<std::string, c10::IValue> states;
   for (const auto& entry : find(state_dict, "state")->toGenericDict()) {
     const c10::IValue& value = entry.value();
     const bool is_dict = value.isGenericDict();
     states[shown(entry.key())] =
-        is_dict ? c10::IValue(without_unused_moments(kind, value.toGenericDict())) : value;
+        is_dict ? c10::IValue(without_unused_moments(optimizer_class, value.toGenericDict()))
+                : value;
   }
   return states;
 }
 
 // The options of a group as they are after a load: those of the file, but for the configured ones.
-std::unique_ptr<FusedOptions> read_options(const OptimizerKind& kind, const std::string& operation,
-                                           const Dict& saved, size_t group,
-                                           FusedOptions& configured) {
+std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class,
+                                           const std::string& operation, const Dict& saved,
+                                           size_t group, FusedOptions& configured) {
   const std::string place = c10::str(" of param_groups[", group, "]");
-  auto options = kind.make_options();
+  auto options = optimizer_class.make_options();
   const auto spec = configured.options();
   const auto places = options->options();
   for (size_t i = 0; i < places.size(); ++i) {
     const auto& [name, option] = places[i];
-    const bool is_fixed = kind.fixed_option != nullptr && name == std::string(kind.fixed_option);
+    const bool is_fixed = optimizer_class.fixed_option != nullptr &&
+                          name == std::string(optimizer_class.fixed_option);
     const auto value = find(saved, name);
-    const OnLoad on_load = kind.options[i].on_load;
+    const OnLoad on_load = optimizer_class.options[i].on_load;
     const bool stays = !value.has_value() && on_load == OnLoad::kKeptIfMissing;
     if (on_load == OnLoad::kKept || stays) {
       copy_option(spec[i].place, option);
     } else if (value.has_value() && !is_fixed) {
-      read_option(kind.options[i], option, *value, c10::str(operation, ": ", name, place));
+      read_option(optimizer_class.options[i], option, *value,
+                  c10::str(operation, ": ", name, place));
     }
   }
   return options;
@@ -232,7 +238,7 @@ SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
 }  // namespace
 
 c10::IValue FusedOptimizer::state_dict() const {
-  const OptimizerKind& kind = checked("state_dict").kind;
+  const OptimizerClass& optimizer_class = checked("state_dict").optimizer_class;
   impl_->plan->check_not_swapped_in("state_dict");
   auto states = new_dict();
   auto groups = new_list();
@@ -246,8 +252,8 @@ c10::IValue FusedOptimizer::state_dict() const {
     for (const auto& [name, place] : static_cast<FusedOptions&>(*options).options()) {
       group.insert_or_assign(name, value_of(place));
     }
-    for (const OptionDescription& option : kind.options) {
-      const bool may_be_none = option.kind == OptionKind::kUnusedOrNone;
+    for (const OptionDescription& option : optimizer_class.options) {
+      const bool may_be_none = option.type == OptionType::kUnusedOrNone;
       if (option.is_read()) continue;
       group.insert_or_assign(option.name, may_be_none ? c10::IValue() : c10::IValue(false));
     }
@@ -267,7 +273,7 @@ c10::IValue FusedOptimizer::state_dict() const {
   }
   for (const auto& [param, state] : state_) {
     const auto* const own = dynamic_cast<const FusedParamState*>(state.get());
-    TORCH_CHECK(own == nullptr || registered.count(param) != 0, kind.name,
+    TORCH_CHECK(own == nullptr || registered.count(param) != 0, optimizer_class.name,
                 ".state_dict: state must be of parameters in param_groups, got one of shape ",
                 own->param_.sizes(),
                 " that is in no group: put it back, or drop its state, "
@@ -283,8 +289,8 @@ c10::IValue FusedOptimizer::state_dict() const {
 // A state dict while it is read: nothing of the optimizer is changed before `keep`.
 struct FusedOptimizer::Load {
   FusedOptimizer& optimizer;
-  const OptimizerKind& kind = optimizer.impl_->kind;
-  const std::string operation = c10::str(kind.name, ".load_state_dict");
+  const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
+  const std::string operation = c10::str(optimizer_class.name, ".load_state_dict");
   SavedGroups groups = {};
   std::vector<SavedGroup> groups_of_file = {};
   std::map<std::string, c10::IValue> saved = {};  // the states
@@ -297,7 +303,7 @@ struct FusedOptimizer::Load {
   void read(const c10::IValue& state_dict) {
     const Dict dict = dict_of(operation, state_dict);
     groups = saved_groups(operation, dict);
-    saved = states_of(kind, dict);
+    saved = states_of(optimizer_class, dict);
     check_file();
     for (size_t i = 0; i < groups.size(); ++i) read_group(i);
     const Dict all_states = find(dict, "state")->toGenericDict();
@@ -319,7 +325,7 @@ struct FusedOptimizer::Load {
       state_keys.insert(state_keys.end(), keys.begin(), keys.end());
     }
     std::vector<size_t> own_lengths, lengths;
-    Loader loader = loader_of(kind, operation);
+    Loader loader = loader_of(optimizer_class, operation);
     for (size_t i = 0; i < optimizer.param_groups_.size(); ++i) {
       own_lengths.push_back(optimizer.param_groups_[i].params().size());
       const auto options = optimizer.checked_options(i).clone();
@@ -344,11 +350,11 @@ struct FusedOptimizer::Load {
   void read_group(size_t i) {
     const std::vector<at::Tensor>& params = optimizer.param_groups_[i].params();
     const auto configured = optimizer.checked_options(i).clone();
-    options.push_back(
-        read_options(kind, operation, groups[i], i, static_cast<FusedOptions&>(*configured)));
+    options.push_back(read_options(optimizer_class, operation, groups[i], i,
+                                   static_cast<FusedOptions&>(*configured)));
     options.back()->given_ = static_cast<FusedOptions&>(*configured).given_;
     const auto place = [i] { return c10::str(" of param_groups[", i, "]"); };
-    const PlacedOptions placed(kind, *options.back(), operation, place, &params);
+    const PlacedOptions placed(optimizer_class, *options.back(), operation, place, &params);
     check_group(placed);
     other_entries.push_back(new_dict());
     const bool counts_for_states = groups_of_file[i].counts_for_states();
@@ -357,7 +363,7 @@ struct FusedOptimizer::Load {
       if (key == "'bias_correction'" || (key == "'step'" && counts_for_states)) continue;
       other_entries.back().insert(entry.key(), entry.value().deepcopy());
     }
-    const StateSpec spec = state_spec_of(kind.name, placed);
+    const StateSpec spec = state_spec_of(optimizer_class.name, placed);
     const auto keys = find(groups[i], "params")->toList();
     for (size_t j = 0; j < keys.size(); ++j) {
       const auto state = saved.find(shown(keys.get(j)));
@@ -407,7 +413,7 @@ struct FusedOptimizer::Load {
     Impl& impl = *optimizer.impl_;
     impl.other_entries = std::move(other_entries);
     impl.other_states = std::move(other_states);
-    auto plan = std::make_unique<Plan>(kind.name);
+    auto plan = std::make_unique<Plan>(optimizer_class.name);
     plan->take_over(*impl.plan);  // a file is of states alone
     impl.plan = std::move(plan);
   }

@@ -35,7 +35,8 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
 // What each group lets its parameters keep.
 std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptions>& groups) const {
   std::vector<StateSpec> specs;
-  for (const PlacedOptions& group : groups) specs.push_back(state_spec_of(impl_->kind.name, group));
+  for (const PlacedOptions& group : groups)
+    specs.push_back(state_spec_of(impl_->optimizer_class.name, group));
   return specs;
 }
 

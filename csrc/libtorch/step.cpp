@@ -28,9 +28,9 @@ struct FusedOptimizer::Operation {
     const std::vector<PlacedOptions> placed = optimizer.checked_groups();
     std::vector<const GroupOptions*> groups;
     for (const PlacedOptions& group : placed) groups.push_back(&group);
-    const OptimizerKind& kind = optimizer.impl_->kind;
-    shared = shared_options(kind.name, groups);
-    table = kind.table(groups);
+    const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
+    shared = shared_options(optimizer_class.name, groups);
+    table = optimizer_class.table(groups);
     specs = optimizer.state_specs(placed);
     if (take_params()) return;
     register_params();
@@ -80,8 +80,8 @@ struct FusedOptimizer::Operation {
     for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
       const auto& params = optimizer.param_groups_[group].params();
       for (size_t i = 0; i < params.size(); ++i) {
-        TORCH_CHECK(params[i].defined(), optimizer.impl_->kind.name, ": param of ", place(group, i),
-                    " must be a tensor, got an undefined one");
+        TORCH_CHECK(params[i].defined(), optimizer.impl_->optimizer_class.name, ": param of ",
+                    place(group, i), " must be a tensor, got an undefined one");
         registered.push_back({static_cast<int64_t>(group), static_cast<int64_t>(i),
                               params[i].unsafeGetTensorImpl()});
       }
@@ -161,7 +161,8 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     operation.plan.step(operation.table, std::move(options), store);
   } catch (c10::Error& error) {
     if (!operation.plan.failure().empty()) {
-      error.add_context(c10::str(impl_->kind.name, ".step: ", operation.plan.note_of_failure()));
+      error.add_context(
+          c10::str(impl_->optimizer_class.name, ".step: ", operation.plan.note_of_failure()));
     }
     throw;
   }

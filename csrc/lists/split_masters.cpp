@@ -59,7 +59,7 @@ struct Element {
 };
 
 template <typename Function>
-void for_kind(const at::Tensor& param, bool has_16_bits, const Function& function) {
+void for_format(const at::Tensor& param, bool has_16_bits, const Function& function) {
   const auto for_bits = [&](auto storage) {
     if (has_16_bits) {
       function(Element<decltype(storage), 16>(), storage);
@@ -95,7 +95,7 @@ at::Tensor join_master(const at::Tensor& param, const at::Tensor& low) {
   const at::Tensor lows = low_elements(low).cpu().contiguous();
   at::Tensor masters = at::empty_like(params, params.options().dtype(at::kFloat));
   auto* const to = masters.mutable_data_ptr<float>();
-  for_kind(params, low.scalar_type() == at::kByte, [&](auto element, auto storage) {
+  for_format(params, low.scalar_type() == at::kByte, [&](auto element, auto storage) {
     using Storage = decltype(storage);
     using Low = typename decltype(element)::Low;
     const auto* const from = static_cast<const Storage*>(params.const_data_ptr());
@@ -123,7 +123,7 @@ at::Tensor split_master(const at::Tensor& param, const at::Tensor& master, int64
   const at::ScalarType dtype = low_bits == 16 ? at::kShort : at::kChar;
   at::Tensor lows = at::empty_like(params, params.options().dtype(dtype));
   const auto* const from = masters.const_data_ptr<float>();
-  for_kind(params, low_bits == 16, [&](auto element, auto storage) {
+  for_format(params, low_bits == 16, [&](auto element, auto storage) {
     using Storage = decltype(storage);
     using Low = typename decltype(element)::Low;
     const auto* const from_param = static_cast<const Storage*>(params.const_data_ptr());

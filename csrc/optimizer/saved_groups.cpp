@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "optimizer/kind.h"
 #include "optimizer/masters.h"
+#include "optimizer/optimizer_description.h"
 #include "tensors/python_names.h"
 
 namespace amp_ext::optim {

@@ -37,8 +37,9 @@ void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, cons
     const auto is_maximum = [&](const BufferDescription& buffer) {
       return buffer.role == BufferRole::kMaximum && key == buffer.name;
     };
-    TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_maximum), spec.kind,
-                      ": ", key, " of ", param.place(), " must be there, got ", python_list(keys));
+    TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_maximum),
+                      spec.optimizer, ": ", key, " of ", param.place(), " must be there, got ",
+                      python_list(keys));
   }
 }
 
@@ -128,15 +129,15 @@ std::vector<std::string> StateSpec::missing_from(const HasKey& has_key) const {
   return missing;
 }
 
-StateSpec state_spec_of(std::string kind, const GroupOptions& options) {
-  return state_spec_of(std::move(kind), options, options.kind().requirements(options));
+StateSpec state_spec_of(std::string optimizer, const GroupOptions& options) {
+  return state_spec_of(std::move(optimizer), options, options.description().requirements(options));
 }
 
-StateSpec state_spec_of(std::string kind, const GroupOptions& options,
+StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                         const StateRequirements& requirements) {
-  const bool needs_buffers = !options.kind().counts_from_buffer;
-  return {std::move(kind),
-          options.kind().buffers,
+  const bool needs_buffers = !options.description().counts_from_buffer;
+  return {std::move(optimizer),
+          options.description().buffers,
           buffer_count(options, requirements),
           requirements.counted_steps(),
           needs_buffers,
@@ -151,7 +152,7 @@ void check_is_stepped(const StateSpec& spec, const ParamRef& param, const std::s
   const at::Device device = param.unsharded.device();
   TORCH_CHECK((is_16_bit(dtype) || dtype == at::kFloat || dtype == at::kDouble) &&
                   (device.is_cpu() || device.is_cuda()),
-              spec.kind, ".", operation, ": param of ", param.place(),
+              spec.optimizer, ".", operation, ": param of ", param.place(),
               " must be float32, float64, float16 or bfloat16 on cpu or cuda, got ",
               python_name(dtype), " on ", device);
 }

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "optimizer/kind.h"
 #include "optimizer/masters.h"
 #include "optimizer/moments.h"
+#include "optimizer/optimizer_description.h"
 #include "optimizer/row.h"
 
 namespace amp_ext::optim {
@@ -45,7 +45,7 @@ struct AMP_EXT_API ParamRef {
 
 // What the formula and the options of a group let its parameters keep.
 struct AMP_EXT_API StateSpec {
-  std::string kind;                         // the name of the optimizer, for errors
+  std::string optimizer;                    // the name of the optimizer, for errors
   at::ArrayRef<BufferDescription> buffers;  // of the formula, which outlive this
   int buffer_count = 0;                     // of those that the group keeps, the first ones
   bool keeps_step = true;                   // whether states count steps
@@ -88,8 +88,8 @@ AMP_EXT_API void check_is_stepped(const StateSpec& spec, const ParamRef& param,
                                   const std::string& operation);
 
 // What the options of a group of an optimizer let its parameters keep.
-AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options);
-AMP_EXT_API StateSpec state_spec_of(std::string kind, const GroupOptions& options,
+AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options);
+AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                                     const StateRequirements& requirements);
 
 // The state of a parameter as the options want it, its dtype and device being so. What the state

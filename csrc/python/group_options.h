@@ -14,21 +14,21 @@
 #include <utility>
 #include <vector>
 
-#include "optimizer/kind.h"
+#include "optimizer/optimizer_description.h"
 
 namespace amp_ext::python {
 
 namespace py = pybind11;
 
 // What describes an optimizer to Python.
-struct OptimizerDescription {
-  explicit OptimizerDescription(const optim::Kind& described) : kind(described) {
-    for (const auto& option : kind.options) {
+struct BoundDescription {
+  explicit BoundDescription(const optim::OptimizerDescription& described) : description(described) {
+    for (const auto& option : description.options) {
       names.push_back(PyUnicode_InternFromString(option.name));
     }
   }
 
-  const optim::Kind& kind;
+  const optim::OptimizerDescription& description;
   std::vector<PyObject*> names;  // of its options, interned for good: a dict finds them at once
   PyObject* params = PyUnicode_InternFromString("params");
   std::string operation;  // over lists
@@ -43,9 +43,9 @@ class DictOptions final : public optim::GroupOptions {
   // For checks with what makes the text of a value, and with what errors say, "%s" for the name of
   // an option; without the latter for those of torch, which read a learning rate that is a tensor.
   // The dict outlives this.
-  DictOptions(const OptimizerDescription& named, const py::dict& group, py::object shown = {},
+  DictOptions(const BoundDescription& named, const py::dict& group, py::object shown = {},
               std::string where = {})
-      : GroupOptions(named.kind),
+      : GroupOptions(named.description),
         named_(named),
         group_(group),
         shown_(std::move(shown)),
@@ -60,44 +60,44 @@ class DictOptions final : public optim::GroupOptions {
   double number(const optim::OptionDescription& option, size_t index) const override {
     const py::handle given = value(option);
     const bool reads_lr = shown_ && where_.empty();
-    switch (option.kind) {
-      case optim::OptionKind::kFlag:
+    switch (option.type) {
+      case optim::OptionType::kFlag:
         return py::cast<bool>(given) ? 1.0 : 0.0;
-      case optim::OptionKind::kLimit:
+      case optim::OptionType::kLimit:
         return given.is_none() ? std::numeric_limits<double>::infinity() : number_in(given);
-      case optim::OptionKind::kNumbers:
+      case optim::OptionType::kNumbers:
         if (py::len(given) != option.fields.size()) throw py::value_error(option.name);
         return number_in(py::reinterpret_borrow<py::sequence>(given)[index]);
       default:
-        return number_in(given, option.kind != optim::OptionKind::kLearningRate || reads_lr);
+        return number_in(given, option.type != optim::OptionType::kLearningRate || reads_lr);
     }
   }
 
   optim::MasterWeights master_weights() const override {
-    const py::handle given = value(kind().option("master_weights"));
+    const py::handle given = value(description().option("master_weights"));
     if (py::isinstance<py::str>(given)) return py::cast<std::string>(given);
     return py::cast<bool>(given);
   }
 
   optim::StateDType state_dtype() const override {
-    const py::handle given = value(kind().option("state_dtype"));
+    const py::handle given = value(description().option("state_dtype"));
     if (given.is_none()) return std::nullopt;
     if (THPDtype_Check(given.ptr())) return py::cast<at::ScalarType>(given);
     return std::string(py::str(given));
   }
 
   std::optional<std::string> rounding() const override {
-    const py::handle given = value(kind().option("rounding"));
+    const py::handle given = value(description().option("rounding"));
     return given.is_none() ? std::nullopt : std::optional<std::string>(py::str(given));
   }
 
   std::optional<double> max_grad_norm() const override {
-    const py::handle given = value(kind().option("max_grad_norm"));
+    const py::handle given = value(description().option("max_grad_norm"));
     return given.is_none() ? std::nullopt : std::optional<double>(number_in(given));
   }
 
   OptionalTensor lr_tensor() const override {
-    const py::handle given = value(kind().option("lr"));
+    const py::handle given = value(description().option("lr"));
     if (PyFloat_Check(given.ptr()) || !THPVariable_Check(given.ptr())) return std::nullopt;
     return THPVariable_Unpack(given.ptr());
   }
@@ -120,7 +120,7 @@ class DictOptions final : public optim::GroupOptions {
   std::string shown(const optim::OptionDescription& option,
                     std::optional<size_t> index) const override {
     py::object given = py::reinterpret_borrow<py::object>(value(option));
-    if (index.has_value() && option.kind == optim::OptionKind::kNumbers)
+    if (index.has_value() && option.type == optim::OptionType::kNumbers)
       given = given[py::int_(*index)];
     return py::cast<std::string>(shown_ ? shown_(given) : py::repr(given));
   }
@@ -136,7 +136,7 @@ class DictOptions final : public optim::GroupOptions {
     return py::cast<double>(value);
   }
 
-  const OptimizerDescription& named_;
+  const BoundDescription& named_;
   const py::dict& group_;
   py::object shown_;
   std::string where_;

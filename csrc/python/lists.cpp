@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "kernels.h"
-#include "optimizer/kind.h"
 #include "optimizer/moments.h"
+#include "optimizer/optimizer_description.h"
 #include "optimizer/states.h"
 #include "python/group_options.h"
 #include "python/module.h"
@@ -90,14 +90,15 @@ const char* name_of(BufferRole role) {
 // by name.
 template <typename Hyperparameters>
 void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
-  const auto described = std::make_shared<OptimizerDescription>(optim::kind_of<Hyperparameters>());
+  const auto described =
+      std::make_shared<BoundDescription>(optim::description_of<Hyperparameters>());
   const auto fields = fields_of<Hyperparameters>();
   py::list names, buffers, options;
   for (const auto& field : fields) names.append(py::handle(field.name));
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
     buffers.append(buffer);
   }
-  for (const auto& option : described->kind.options) options.append(option);
+  for (const auto& option : described->description.options) options.append(option);
   described->operation = Hyperparameters::kOperation;
   described->fields = names;
   described->buffers = buffers;
@@ -120,7 +121,7 @@ void define_descriptions(py::module_& module) {
   py::class_<OptionDescription>(module, "OptionDescription")
       .def_readonly("name", &OptionDescription::name)
       .def_property_readonly(
-          "kind", [](const OptionDescription& self) { return optim::name_of(self.kind); })
+          "type", [](const OptionDescription& self) { return optim::name_of(self.type); })
       .def_property_readonly(
           "on_load", [](const OptionDescription& self) { return optim::name_of(self.on_load); })
       .def_property_readonly(
@@ -135,7 +136,7 @@ void define_descriptions(py::module_& module) {
       .def_readonly("dither_stride", &BufferDescription::dither_stride)
       .def_property_readonly(
           "code", [](const BufferDescription& self) { return optim::name_of(self.code); });
-  using Description = OptimizerDescription;
+  using Description = BoundDescription;
   py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
       .def_readonly("operation", &Description::operation)
       .def_readonly("fields", &Description::fields)
@@ -156,10 +157,10 @@ void define_descriptions(py::module_& module) {
           py::arg("options"), py::arg("where"), py::arg("shown"))
       .def(
           "state_spec",
-          [](const Description& self, std::string kind, const py::dict& group) {
-            return optim::state_spec_of(std::move(kind), DictOptions(self, group));
+          [](const Description& self, std::string optimizer, const py::dict& group) {
+            return optim::state_spec_of(std::move(optimizer), DictOptions(self, group));
           },
-          py::arg("kind"), py::arg("group"));
+          py::arg("optimizer"), py::arg("group"));
 }
 
 }  // namespace

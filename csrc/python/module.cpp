@@ -10,7 +10,7 @@
 #include "devices/dispatch.h"
 #include "elements/numeric.h"
 #include "files/file_beside.h"
-#include "optimizer/kind.h"
+#include "optimizer/optimizer_description.h"
 #include "optimizer/param_names.h"
 
 PYBIND11_MODULE(_C, module) {

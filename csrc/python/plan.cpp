@@ -30,14 +30,14 @@ struct Groups {
   GroupTable table;
   std::vector<optim::StateSpec> specs;
 
-  Groups(const std::string& optimizer, const OptimizerDescription& described,
+  Groups(const std::string& optimizer, const BoundDescription& described,
          const py::object& registered) {
     for (const py::handle group : registered) dicts.push_back(py::cast<py::dict>(group));
     std::vector<DictOptions> options;
     options.reserve(dicts.size());
     std::vector<const optim::GroupOptions*> read;
     for (const py::dict& group : dicts) read.push_back(&options.emplace_back(described, group));
-    table = described.kind.table(read);
+    table = described.description.table(read);
     shared = optim::shared_options(optimizer, read);
     if (shared.max_grad_norm.has_value() && !(*shared.max_grad_norm >= 0.0)) {
       throw py::value_error("max_grad_norm");
@@ -46,7 +46,7 @@ struct Groups {
       const GroupTable::Entry& entry = table.groups[i];
       if (entry.not_a_number != nullptr) throw py::value_error(entry.not_a_number);
       if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
-      const py::handle state_dtype = options[i].value(described.kind.option("state_dtype"));
+      const py::handle state_dtype = options[i].value(described.description.option("state_dtype"));
       if (THPDtype_Check(state_dtype.ptr())) throw py::value_error("state_dtype");
       specs.push_back(optim::state_spec_of(optimizer, options[i], entry.requirements));
     }
@@ -64,7 +64,7 @@ struct Names {
 // it before a step writes. It is not kept here, where no collector of cycles would find it.
 class PlanOfPython {
  public:
-  PlanOfPython(std::string optimizer, std::shared_ptr<OptimizerDescription> described,
+  PlanOfPython(std::string optimizer, std::shared_ptr<BoundDescription> described,
                const PlanOfPython* before, std::string failure)
       : optimizer(std::move(optimizer)),
         described(std::move(described)),
@@ -83,7 +83,7 @@ class PlanOfPython {
   }
 
   const std::string optimizer;
-  const std::shared_ptr<OptimizerDescription> described;
+  const std::shared_ptr<BoundDescription> described;
   const Names names;
   Plan plan;
   StateSnapshot states;
@@ -431,7 +431,7 @@ void define_plan(py::module_& module) {
   define_averages(module);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython>(module, "Plan")
-      .def(py::init<std::string, std::shared_ptr<OptimizerDescription>, const PlanOfPython*,
+      .def(py::init<std::string, std::shared_ptr<BoundDescription>, const PlanOfPython*,
                     std::string>(),
            py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
       .def("forget", &PlanOfPython::forget)

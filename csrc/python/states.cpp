@@ -151,7 +151,7 @@ void define_states(py::module_& module) {
       .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("unsharded"),
            py::arg("local"), py::arg("group"), py::arg("index"), py::arg("shards_whole_rows"));
   py::class_<StateSpec>(module, "StateSpec")
-      .def_readonly("kind", &StateSpec::kind)
+      .def_readonly("optimizer", &StateSpec::optimizer)
       .def_property_readonly("names", &StateSpec::names)
       .def_readonly("keeps_step", &StateSpec::keeps_step)
       .def_property_readonly("master_weights",

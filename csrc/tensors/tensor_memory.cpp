@@ -204,7 +204,7 @@ bool is_sparse(const at::Tensor& tensor) {
   }
 }
 
-std::string kind_of(const at::Tensor& tensor) {
+std::string layout_and_device_of(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided ? tensor.toString() : c10::str(tensor.layout());
 }
 
@@ -212,7 +212,7 @@ void check_is_plain(const std::string& operation, const std::string& name,
                     const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined() && is_plain(tensor), operation, ": ", name,
               " must be a strided tensor with memory of its own, got ",
-              tensor.defined() ? kind_of(tensor) : "None");
+              tensor.defined() ? layout_and_device_of(tensor) : "None");
   TORCH_CHECK(has_all_elements(tensor), operation, ": ", name,
               " must have a storage that holds its elements, sizes ", tensor.sizes(),
               ", got a storage of ", tensor.storage().nbytes(), " bytes");

@@ -41,7 +41,7 @@ inline bool is_plain(const at::Tensor& tensor) {
 bool is_sparse(const at::Tensor& tensor);
 
 // What messages call a tensor that is not a plain one.
-std::string kind_of(const at::Tensor& tensor);
+std::string layout_and_device_of(const at::Tensor& tensor);
 
 // Throws unless a tensor of an operation is a plain one, whose storage holds all of its elements.
 void check_is_plain(const std::string& operation, const std::string& name,

@@ -284,7 +284,7 @@ bool update_scale() {
 bool run_averages() {
   Memory memory;
   std::vector<TensorRecord> records;
-  amp_ext::any_kinds_of_averages([&](auto weight, auto average) {
+  amp_ext::any_formats_of_averages([&](auto weight, auto average) {
     using Weight = decltype(weight);
     using Average = decltype(average);
     using Stored = typename Weight::Stored;

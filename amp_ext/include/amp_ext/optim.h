@@ -251,7 +251,7 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
 
 struct StateSpec;
 struct ParamRef;
-struct OptimizerKind;
+struct OptimizerClass;
 class PlacedOptions;
 
 // What all optimizers share. Errors are c10::Error with the texts of Python, thrown before anything
@@ -352,7 +352,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  FusedOptimizer(const OptimizerKind& kind,
+  FusedOptimizer(const OptimizerClass& kind,
                  const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                  std::unique_ptr<FusedOptions> defaults);
 
@@ -367,7 +367,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
 
   Impl& checked(const char* operation) const;
   FusedOptions& options_of(size_t group);
-  void check_kind(const torch::optim::OptimizerOptions& options, size_t group) const;
+  void check_options_type(const torch::optim::OptimizerOptions& options, size_t group) const;
   const FusedOptions& checked_options(size_t group) const;
   FusedParamState* state_of(const at::Tensor& param) const;
   std::vector<StateSpec> state_specs(const std::vector<PlacedOptions>& groups) const;

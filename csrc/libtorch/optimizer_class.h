@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "optimizer/kind.h"
+#include "optimizer/optimizer_description.h"
 
 namespace amp_ext::optim {
 
@@ -23,10 +23,10 @@ class PlacedOptions final : public GroupOptions {
  public:
   // For checks with what errors call the optimizer, what stands behind the names of options in
   // them, " of group 1", and the parameters of the group.
-  PlacedOptions(const Kind& kind, const FusedOptions& options, std::string operation = {},
-                std::function<std::string()> place = {},
+  PlacedOptions(const OptimizerDescription& optimizer_class, const FusedOptions& options,
+                std::string operation = {}, std::function<std::string()> place = {},
                 const std::vector<at::Tensor>* params = nullptr)
-      : GroupOptions(kind),
+      : GroupOptions(optimizer_class),
         places_(const_cast<FusedOptions&>(options).options()),
         operation_(std::move(operation)),
         place_(std::move(place)),
@@ -49,7 +49,7 @@ class PlacedOptions final : public GroupOptions {
  private:
   template <typename Value>
   const Value& value(const char* option) const {
-    return *std::get<Value*>(places_[kind().option(option).index].place);
+    return *std::get<Value*>(places_[description().option(option).index].place);
   }
 
   std::vector<FusedOptions::Option> places_;
@@ -61,7 +61,7 @@ class PlacedOptions final : public GroupOptions {
 // Copies an option to the place of the same in other options.
 void copy_option(const OptionPlace& from, const OptionPlace& to);
 
-struct OptimizerKind : Kind {
+struct OptimizerClass : OptimizerDescription {
   const std::type_info* type = nullptr;
   const char* name = nullptr;          // in messages and state dicts: "AdamW"
   const char* base_class = nullptr;    // that it extends in Python, or its own

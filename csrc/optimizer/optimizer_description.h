@@ -16,7 +16,7 @@
 
 namespace amp_ext::optim {
 
-enum class OptionKind {  // one number first
+enum class OptionType {  // one number first
   kLearningRate,         // a number; in Python also a tensor, which steps read on its device
   kNumber,
   kNumberFrom0,
@@ -40,7 +40,7 @@ enum class OnLoad {
 
 struct OptionDescription {
   const char* name;
-  OptionKind kind;
+  OptionType type;
   OnLoad on_load;
   // How torch refuses a default that is not between 0 and `largest`, up to the index of the number
   // or to what it is; null where it takes any.
@@ -50,24 +50,24 @@ struct OptionDescription {
   std::vector<const char*> fields = {};
   size_t index = 0;  // among the options of the optimizer
 
-  bool is_read() const { return kind != OptionKind::kUnused && kind != OptionKind::kUnusedOrNone; }
+  bool is_read() const { return type != OptionType::kUnused && type != OptionType::kUnusedOrNone; }
 };
 
 // How the types of Python call them.
-AMP_EXT_API const char* name_of(OptionKind kind);
+AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
 // What an option must be, in words, its range aside. `takes_tensors`: where a number may be one.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
-struct Kind;
+struct OptimizerDescription;
 
 // The options of one group, or the defaults of an optimizer, as a language has them.
 class AMP_EXT_API GroupOptions {
  public:
-  explicit GroupOptions(const Kind& kind) : kind_(&kind) {}
+  explicit GroupOptions(const OptimizerDescription& description) : description_(&description) {}
   virtual ~GroupOptions() = default;
-  const Kind& kind() const { return *kind_; }
+  const OptimizerDescription& description() const { return *description_; }
 
   // The number that an option is, or one of its numbers. A flag is 0 or 1, and no limit infinity.
   virtual double number(const OptionDescription& option, size_t index) const = 0;
@@ -89,10 +89,10 @@ class AMP_EXT_API GroupOptions {
   bool is_set(const char* option) const;
 
  private:
-  const Kind* kind_;
+  const OptimizerDescription* description_;
 };
 
-struct AMP_EXT_API Kind {
+struct AMP_EXT_API OptimizerDescription {
   // Where a hyperparameter comes from.
   struct Source {
     size_t option;
@@ -116,7 +116,7 @@ struct AMP_EXT_API Kind {
 
 // That of the formula with these hyperparameters.
 template <typename Hyperparameters>
-AMP_EXT_API const Kind& kind_of();
+AMP_EXT_API const OptimizerDescription& description_of();
 
 // The options of all our optimizers that a load leaves as they were configured.
 AMP_EXT_API std::vector<std::string> configured_options();
@@ -159,10 +159,10 @@ AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirement
 // Fills the hyperparameters of a step with the options of a group.
 template <typename Hyperparameters>
 void set_fields(Hyperparameters& hyperparameters, const GroupOptions& options) {
-  auto source = options.kind().sources.begin();
+  auto source = options.description().sources.begin();
   const auto next = [&] {
     const auto [option, number] = *source++;
-    return options.number(options.kind().options[option], number);
+    return options.number(options.description().options[option], number);
   };
   hyperparameters.lr = next();
   hyperparameters.clip_value = next();

@@ -1,5 +1,5 @@
 // The options of each optimizer, and what follows from them.
-#include "optimizer/kind.h"
+#include "optimizer/optimizer_description.h"
 
 #include <c10/util/Exception.h>
 
@@ -16,26 +16,27 @@ namespace amp_ext::optim {
 
 namespace {
 
-Kind::Source source_of(const Kind& kind, const char* field) {
-  for (const OptionDescription& option : kind.options) {
+OptimizerDescription::Source source_of(const OptimizerDescription& description, const char* field) {
+  for (const OptionDescription& option : description.options) {
     const std::vector<const char*> own = {option.name};
     const auto& fields = option.fields.empty() ? own : option.fields;
     for (size_t i = 0; i < fields.size(); ++i) {
       if (std::strcmp(fields[i], field) == 0) return {option.index, i};
     }
   }
-  TORCH_CHECK(false, "kind.cpp must have an option for the hyperparameter ", field);
+  TORCH_CHECK(false, "optimizer_description.cpp must have an option for the hyperparameter ",
+              field);
 }
 
 // How Python calls a kind, and what an option of it must be; where it has a range also with that.
-struct KindWords {
+struct TypeWords {
   const char* name;
   const char* wanted;
   const char* in_range = nullptr;
 };
 
 // In the order of the enum.
-constexpr KindWords kWords[] = {
+constexpr TypeWords kWords[] = {
     {"learning rate", "a number"},
     {"number", "a number"},
     {"number", "a number", "a number of at least 0"},
@@ -48,42 +49,42 @@ constexpr KindWords kWords[] = {
     {"flag", "True or False"},
     {"flag or none", "True, False or None"}};
 
-const KindWords& words_of(OptionKind kind) { return kWords[static_cast<size_t>(kind)]; }
+const TypeWords& words_of(OptionType type) { return kWords[static_cast<size_t>(type)]; }
 
 // How many numbers an option is.
 size_t number_count(const OptionDescription& option) {
-  if (option.kind == OptionKind::kNumbers) return option.fields.size();
-  return option.kind <= OptionKind::kLimit ? 1 : 0;
+  if (option.type == OptionType::kNumbers) return option.fields.size();
+  return option.type <= OptionType::kLimit ? 1 : 0;
 }
 
 void check_value(const OptionDescription& option, const GroupOptions& options) {
   bool fits = true;
-  const bool is_from_0 = words_of(option.kind).in_range != nullptr;
+  const bool is_from_0 = words_of(option.type).in_range != nullptr;
   const char* why = "";
   for (size_t i = 0; i < number_count(option); ++i) {
     const double number = options.number(option, i);
     fits = fits && (is_from_0 ? number >= 0.0 : !std::isnan(number));
   }
-  if (option.kind == OptionKind::kMasters) {
+  if (option.type == OptionType::kMasters) {
     const MasterWeights masters = options.master_weights();
     const auto* const form = std::get_if<std::string>(&masters.value());
     fits = form == nullptr || *form == "split" || *form == "split8";
-  } else if (option.kind == OptionKind::kStates) {
+  } else if (option.type == OptionType::kStates) {
     const StateDType dtype = options.state_dtype();
     fits = !dtype.has_value() || dtype == at::kFloat || dtype == at::kBFloat16 || dtype.is_coded();
     const bool is_half = !fits && (dtype == at::kHalf || dtype == "float16");
     if (is_half) why = ", in which second moments of small gradients are 0";
-  } else if (option.kind == OptionKind::kRounding) {
+  } else if (option.type == OptionType::kRounding) {
     const std::string rounding = options.rounding().value_or("nearest");
     fits = rounding == "dither" || rounding == "nearest";
   }
   if (fits) return;
-  const char* const in_range = words_of(option.kind).in_range;
+  const char* const in_range = words_of(option.type).in_range;
   const std::string message =
       c10::str(options.name_of(option), " must be ",
                in_range != nullptr ? in_range : wanted(option, options.takes_tensors()), ", got ",
                options.shown(option, {}), why);
-  TORCH_CHECK_TYPE(option.kind != OptionKind::kMasters, message);
+  TORCH_CHECK_TYPE(option.type != OptionType::kMasters, message);
   TORCH_CHECK_VALUE(false, message);
 }
 
@@ -105,66 +106,69 @@ OptionDescription betas() {
   Hyperparameters::for_each_field([&](const char* field, auto) {
     if (std::string_view(field).substr(0, 4) == "beta") fields.push_back(field);
   });
-  return {"betas", OptionKind::kNumbers, OnLoad::kRequired, "Invalid beta parameter at index ",
+  return {"betas", OptionType::kNumbers, OnLoad::kRequired, "Invalid beta parameter at index ",
           kBelow1, std::move(fields)};
 }
 
 // The description of an optimizer with its own options. `missing` says what a file means that lacks
 // an option that torch's other optimizers have; of `decoupled_weight_decay` it is another.
 template <typename Hyperparameters>
-Kind described(OnLoad missing, OnLoad decoupled_weight_decay,
-               const std::vector<OptionDescription>& own,
-               const char* (*refusal_of_torch)(const GroupOptions&) = nullptr) {
-  Kind kind;
-  kind.table = &table_of<Hyperparameters>;
-  kind.refusal_of_torch = refusal_of_torch;
-  kind.options = {
-      {"lr", OptionKind::kLearningRate, OnLoad::kRequired, "Invalid learning rate: "},
-      {"weight_decay", OptionKind::kNumber, OnLoad::kRequired, "Invalid weight_decay value: "},
-      {"maximize", OptionKind::kFlag, missing},
-      {"decoupled_weight_decay", OptionKind::kFlag, decoupled_weight_decay},
-      {"master_weights", OptionKind::kMasters, OnLoad::kKept},
-      {"state_dtype", OptionKind::kStates, OnLoad::kKept},
-      {"rounding", OptionKind::kRounding, OnLoad::kKept},
-      {"max_grad_norm", OptionKind::kLimit, OnLoad::kKept},
-      {"clip_value", OptionKind::kLimit, OnLoad::kKept},
-      {"skip_nonfinite", OptionKind::kFlag, OnLoad::kKept},
-      {"write_back_grads", OptionKind::kFlag, OnLoad::kKept}};
-  kind.options.insert(kind.options.end(), own.begin(), own.end());
-  kind.options.insert(kind.options.end(), {{"foreach", OptionKind::kUnusedOrNone, missing},
-                                           {"fused", OptionKind::kUnusedOrNone, missing},
-                                           {"differentiable", OptionKind::kUnused, missing}});
-  for (size_t i = 0; i < kind.options.size(); ++i) kind.options[i].index = i;
-  kind.buffers.assign(std::begin(Hyperparameters::kBuffers), std::end(Hyperparameters::kBuffers));
-  kind.sources = {source_of(kind, "lr"), source_of(kind, "clip_value")};
+OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
+                               const std::vector<OptionDescription>& own,
+                               const char* (*refusal_of_torch)(const GroupOptions&) = nullptr) {
+  OptimizerDescription description;
+  description.table = &table_of<Hyperparameters>;
+  description.refusal_of_torch = refusal_of_torch;
+  description.options = {
+      {"lr", OptionType::kLearningRate, OnLoad::kRequired, "Invalid learning rate: "},
+      {"weight_decay", OptionType::kNumber, OnLoad::kRequired, "Invalid weight_decay value: "},
+      {"maximize", OptionType::kFlag, missing},
+      {"decoupled_weight_decay", OptionType::kFlag, decoupled_weight_decay},
+      {"master_weights", OptionType::kMasters, OnLoad::kKept},
+      {"state_dtype", OptionType::kStates, OnLoad::kKept},
+      {"rounding", OptionType::kRounding, OnLoad::kKept},
+      {"max_grad_norm", OptionType::kLimit, OnLoad::kKept},
+      {"clip_value", OptionType::kLimit, OnLoad::kKept},
+      {"skip_nonfinite", OptionType::kFlag, OnLoad::kKept},
+      {"write_back_grads", OptionType::kFlag, OnLoad::kKept}};
+  description.options.insert(description.options.end(), own.begin(), own.end());
+  description.options.insert(description.options.end(),
+                             {{"foreach", OptionType::kUnusedOrNone, missing},
+                              {"fused", OptionType::kUnusedOrNone, missing},
+                              {"differentiable", OptionType::kUnused, missing}});
+  for (size_t i = 0; i < description.options.size(); ++i) description.options[i].index = i;
+  description.buffers.assign(std::begin(Hyperparameters::kBuffers),
+                             std::end(Hyperparameters::kBuffers));
+  description.sources = {source_of(description, "lr"), source_of(description, "clip_value")};
   Hyperparameters::for_each_field([&](const char* field, auto) {
-    if (Hyperparameters::is_option(field)) kind.sources.push_back(source_of(kind, field));
+    if (Hyperparameters::is_option(field))
+      description.sources.push_back(source_of(description, field));
   });
-  return kind;
+  return description;
 }
 
 }  // namespace
 
 template <>
-const Kind& kind_of<AdamHyperparameters>() {
-  static const Kind kind = described<AdamHyperparameters>(
+const OptimizerDescription& description_of<AdamHyperparameters>() {
+  static const OptimizerDescription description = described<AdamHyperparameters>(
       OnLoad::kOffIfMissing, OnLoad::kOffIfMissing,
       {betas<AdamHyperparameters>(),
-       {"eps", OptionKind::kNumber, OnLoad::kRequired, "Invalid epsilon value: "},
-       {"amsgrad", OptionKind::kFlag, OnLoad::kOffIfMissing},
-       {"denominator_floor", OptionKind::kNumberFrom0, OnLoad::kKept},
-       {"capturable", OptionKind::kUnused, OnLoad::kOffIfMissing}});
-  return kind;
+       {"eps", OptionType::kNumber, OnLoad::kRequired, "Invalid epsilon value: "},
+       {"amsgrad", OptionType::kFlag, OnLoad::kOffIfMissing},
+       {"denominator_floor", OptionType::kNumberFrom0, OnLoad::kKept},
+       {"capturable", OptionType::kUnused, OnLoad::kOffIfMissing}});
+  return description;
 }
 
 template <>
-const Kind& kind_of<SgdHyperparameters>() {
-  static const Kind kind = [] {
-    Kind sgd = described<SgdHyperparameters>(
+const OptimizerDescription& description_of<SgdHyperparameters>() {
+  static const OptimizerDescription description = [] {
+    OptimizerDescription sgd = described<SgdHyperparameters>(
         OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
-        {{"momentum", OptionKind::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
-         {"dampening", OptionKind::kNumber, OnLoad::kRequired},
-         {"nesterov", OptionKind::kFlag, OnLoad::kOffIfMissing}},
+        {{"momentum", OptionType::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
+         {"dampening", OptionType::kNumber, OnLoad::kRequired},
+         {"nesterov", OptionType::kFlag, OnLoad::kOffIfMissing}},
         [](const GroupOptions& options) {
           const bool is_nesterov = options.is_set("nesterov");
           const bool can = options.is_set("momentum") && !options.is_set("dampening");
@@ -174,23 +178,23 @@ const Kind& kind_of<SgdHyperparameters>() {
     sgd.counts_from_buffer = true;
     return sgd;
   }();
-  return kind;
+  return description;
 }
 
 template <>
-const Kind& kind_of<LionHyperparameters>() {
-  static const Kind kind = described<LionHyperparameters>(
+const OptimizerDescription& description_of<LionHyperparameters>() {
+  static const OptimizerDescription description = described<LionHyperparameters>(
       OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas<LionHyperparameters>()});
-  return kind;
+  return description;
 }
 
 namespace {
 
 // Returns the names that `add` appends for each of our optimizers, each of them once.
 template <typename Add>
-std::vector<std::string> names_in_all_kinds(const Add& add) {
+std::vector<std::string> names_in_all_descriptions(const Add& add) {
   std::vector<std::string> all, names;
-#define AMP_EXT_ADD(Functor) add(kind_of<Functor##Hyperparameters>(), all);
+#define AMP_EXT_ADD(Functor) add(description_of<Functor##Hyperparameters>(), all);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_ADD)
 #undef AMP_EXT_ADD
   for (const std::string& name : all) {
@@ -202,37 +206,40 @@ std::vector<std::string> names_in_all_kinds(const Add& add) {
 }  // namespace
 
 std::vector<std::string> configured_options() {
-  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
-    for (const OptionDescription& option : kind.options) {
-      if (option.on_load == OnLoad::kKept) names.emplace_back(option.name);
-    }
-  });
+  return names_in_all_descriptions(
+      [](const OptimizerDescription& description, std::vector<std::string>& names) {
+        for (const OptionDescription& option : description.options) {
+          if (option.on_load == OnLoad::kKept) names.emplace_back(option.name);
+        }
+      });
 }
 
 std::vector<std::string> names_of_all_options() {
-  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
-    for (const OptionDescription& option : kind.options) names.emplace_back(option.name);
-  });
+  return names_in_all_descriptions(
+      [](const OptimizerDescription& description, std::vector<std::string>& names) {
+        for (const OptionDescription& option : description.options) names.emplace_back(option.name);
+      });
 }
 
 std::vector<std::string> names_of_all_buffers() {
-  return names_in_all_kinds([](const Kind& kind, std::vector<std::string>& names) {
-    for (const BufferDescription& buffer : kind.buffers) names.emplace_back(buffer.name);
-  });
+  return names_in_all_descriptions(
+      [](const OptimizerDescription& description, std::vector<std::string>& names) {
+        for (const BufferDescription& buffer : description.buffers) names.emplace_back(buffer.name);
+      });
 }
 
-const OptionDescription& Kind::option(const char* name) const {
+const OptionDescription& OptimizerDescription::option(const char* name) const {
   for (const OptionDescription& each : options) {
     if (std::strcmp(each.name, name) == 0) return each;
   }
-  TORCH_CHECK(false, "kind.cpp must have the option ", name);
+  TORCH_CHECK(false, "optimizer_description.cpp must have the option ", name);
 }
 
 bool GroupOptions::is_set(const char* option) const {
-  return number(kind().option(option), 0) != 0.0;
+  return number(description().option(option), 0) != 0.0;
 }
 
-const char* name_of(OptionKind kind) { return words_of(kind).name; }
+const char* name_of(OptionType type) { return words_of(type).name; }
 
 const char* name_of(OnLoad on_load) {
   switch (on_load) {
@@ -250,43 +257,45 @@ const char* name_of(OnLoad on_load) {
 
 std::string wanted(const OptionDescription& option, bool takes_tensors) {
   constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
-  const bool is_tuple = option.kind == OptionKind::kNumbers;
+  const bool is_tuple = option.type == OptionType::kNumbers;
   const std::string count = is_tuple ? kCounts[option.fields.size()] : "";
   const std::string tensors = is_tuple                                   ? count + " tensors"
-                              : option.kind == OptionKind::kLearningRate ? "a tensor"
+                              : option.type == OptionType::kLearningRate ? "a tensor"
                                                                          : "";
-  const std::string words = count + words_of(option.kind).wanted;
+  const std::string words = count + words_of(option.type).wanted;
   return !takes_tensors || tensors.empty() ? words : words + " or " + tensors + " of one element";
 }
 
 void check_as_torch(const GroupOptions& options) {
-  for (const OptionDescription& option : options.kind().options) {
+  for (const OptionDescription& option : options.description().options) {
     if (option.refusal_of_torch == nullptr) continue;
-    const bool is_tuple = option.kind == OptionKind::kNumbers;
+    const bool is_tuple = option.type == OptionType::kNumbers;
     for (size_t i = 0; i < number_count(option); ++i) {
       const double number = options.number(option, i);
       TORCH_CHECK_VALUE(0.0 <= number && number <= option.largest, option.refusal_of_torch,
                         is_tuple ? c10::str(i, ": ") : std::string(), options.shown(option, i));
     }
   }
-  const auto refusal_of_torch = options.kind().refusal_of_torch;
+  const auto refusal_of_torch = options.description().refusal_of_torch;
   const char* const refusal = refusal_of_torch == nullptr ? nullptr : refusal_of_torch(options);
   TORCH_CHECK_VALUE(refusal == nullptr, refusal);
 }
 
 void check_values(const GroupOptions& options) {
-  for (const OptionDescription& option : options.kind().options) check_value(option, options);
+  for (const OptionDescription& option : options.description().options)
+    check_value(option, options);
 }
 
 void check_group(const GroupOptions& options) {
   check_values(options);
-  const Kind& kind = options.kind();
-  const OptionDescription& state_dtype = kind.option("state_dtype");
+  const OptimizerDescription& description = options.description();
+  const OptionDescription& state_dtype = description.option("state_dtype");
   const MasterWeights masters = options.master_weights();
   const auto* const form = std::get_if<std::string>(&masters.value());
-  const int count = buffer_count(options, kind.requirements(options));
+  const int count = buffer_count(options, description.requirements(options));
   if (options.state_dtype().is_coded()) {
-    const bool keeps_maximum = count > 0 && kind.buffers[count - 1].role == BufferRole::kMaximum;
+    const bool keeps_maximum =
+        count > 0 && description.buffers[count - 1].role == BufferRole::kMaximum;
     TORCH_CHECK_VALUE(!keeps_maximum, options.name_of(state_dtype),
                       " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum "
                       "has no code, got ",
@@ -310,7 +319,7 @@ SharedOptions shared_options(const std::string& optimizer,
     if (is_same) return;
     std::string shown;
     for (const GroupOptions* const group : groups) {
-      shown += (shown.empty() ? "" : ", ") + group->shown(group->kind().option(name), {});
+      shown += (shown.empty() ? "" : ", ") + group->shown(group->description().option(name), {});
     }
     TORCH_CHECK_VALUE(false, optimizer, ": ", name,
                       " must be the same in all groups, whose norm is taken together, got [", shown,
@@ -339,9 +348,9 @@ bool may_dither(const GroupOptions& options) {
 
 int buffer_count(const GroupOptions& options, const StateRequirements& requirements) {
   if (!requirements.buffers) return 0;
-  const Kind& kind = options.kind();
-  const bool may_lack_last = kind.buffers.back().role == BufferRole::kMaximum;
-  const auto count = static_cast<int>(kind.buffers.size());
+  const OptimizerDescription& description = options.description();
+  const bool may_lack_last = description.buffers.back().role == BufferRole::kMaximum;
+  const auto count = static_cast<int>(description.buffers.size());
   return may_lack_last && !options.is_set("amsgrad") ? count - 1 : count;
 }
 
