@@ -15,7 +15,7 @@ namespace amp_ext {
 
 // What a step makes of its inputs. A scale without a finite inverse (0, or 1e-39) counts as an
 // overflow: its gradients can't be unscaled.
-struct GradientFactor {
+struct StepDecision {
   float inv_scale;
   float clip_coefficient;
   double clip_coefficient64;  // of float64 gradients
@@ -27,7 +27,7 @@ struct GradientFactor {
   // As a step leaves it for those who follow it on the device.
   AMP_EXT_INLINE float step_applied() const { return skip ? 0.0f : 1.0f; }
 
-  static AMP_EXT_INLINE GradientFactor read(const GradientInputs& inputs) {
+  static AMP_EXT_INLINE StepDecision read(const GradientInputs& inputs) {
     // Loaded before the first is used: a GPU then waits once.
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
@@ -39,7 +39,7 @@ struct GradientFactor {
       limit = inputs.guard->limit;
       clips_outliers = inputs.guard->hyperparameters.clips;
     }
-    GradientFactor factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite, false};
+    StepDecision factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite, false};
     if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
     factor.overflow = factor.skip = overflow || !is_finite(factor.inv_scale);
     if (inputs.sum_of_squares == nullptr) return factor;
@@ -62,7 +62,7 @@ struct GradientFactor {
 
   // Lets the guard of a step count its norm, when nobody reads these inputs any more.
   static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
-    const GradientFactor factor = read(inputs);
+    const StepDecision factor = read(inputs);
     const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
     amp_ext::end_guarded_step(factor.grad_norm, is_absent, factor.skip, *inputs.guard);
   }
@@ -81,7 +81,7 @@ struct TensorConstants {
 
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
-       const GradientFactor& factor) {
+       const StepDecision& factor) {
     return make(hyperparameters, read_lr(hyperparameters), read_step(hyperparameters, step),
                 factor);
   }
@@ -89,7 +89,7 @@ struct TensorConstants {
   // The same with what read_lr and read_step give, for those who read before they compute.
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
-       const GradientFactor& factor) {
+       const StepDecision& factor) {
     return {Functor::for_tensor(hyperparameters, lr, step),
             static_cast<T>(factor.inv_scale) *
                 static_cast<T>(std::is_same_v<T, double> ? factor.clip_coefficient64

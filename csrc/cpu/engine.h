@@ -13,7 +13,7 @@ namespace amp_ext::cpu {
 // Kernels work on the tiles that start in [begin, end) of a TileMap's axis of cost.
 struct Engine {
   const char* name;
-  void (*step)(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+  void (*step)(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
                int64_t begin, int64_t end);
   // Returns the least number of a gradient that is inf or NaN, or kNoTensor. Fills
   // sums[tiles.number_of_tiles()], unless null, with the sums of squares of its tiles: inf or NaN

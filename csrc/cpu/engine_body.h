@@ -301,7 +301,7 @@ class ConstantsCache {
  public:
   using Constants = TensorConstants<Functor<T>, T>;
 
-  ConstantsCache(const StepLaunch& launch, const GradientFactor& factor)
+  ConstantsCache(const StepLaunch& launch, const StepDecision& factor)
       : hyperparameters_(
             static_cast<const typename Functor<T>::Hyperparameters*>(launch.hyperparameters)),
         factor_(factor) {}
@@ -321,7 +321,7 @@ class ConstantsCache {
 
  private:
   const typename Functor<T>::Hyperparameters* hyperparameters_;  // [groups]
-  GradientFactor factor_;
+  StepDecision factor_;
   int32_t group_ = -1;
   float step_ = -1.0f;
   Constants constants_;
@@ -329,7 +329,7 @@ class ConstantsCache {
 };
 
 template <template <typename> class Functor, int kBuffers>
-void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+void step_with(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
                int64_t begin, int64_t end) {
   ConstantsCache<Functor, float> in_float(launch, factor);
   ConstantsCache<Functor, double> in_double(launch, factor);
@@ -347,7 +347,7 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const GradientFac
   });
 }
 
-inline void step(const StepLaunch& launch, const TileMap& tiles, const GradientFactor& factor,
+inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
                  int64_t begin, int64_t end) {
   switch (launch.kernel) {
 #define AMP_EXT_CASE(Functor, buffers)       \

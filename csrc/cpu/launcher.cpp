@@ -33,7 +33,7 @@ int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) cons
 }
 
 void Launcher::step(const StepLaunch& launch) const {
-  const GradientFactor factor = GradientFactor::read(launch.inputs);
+  const StepDecision factor = StepDecision::read(launch.inputs);
   if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
   if (launch.step_applied != nullptr) *launch.step_applied = factor.step_applied();
   if (factor.skip) return;
@@ -62,7 +62,7 @@ void Launcher::scan(const GradScanLaunch& launch) const {
                                        sums.begin() + tiles.tiles_before(i + 1), 0.0);
     launch.squares_of_tensors[launch.records[i].group] = squares_of_tensor(sum);
   }
-  if (first != kNoTensor || GradientFactor::read({launch.grad_scale}).skip) {
+  if (first != kNoTensor || StepDecision::read({launch.grad_scale}).skip) {
     *launch.found_inf = 1.0f;
   }
   lower(launch.first_nonfinite, first);

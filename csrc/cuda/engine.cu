@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kMaxFlags)
 
 __global__ void __launch_bounds__(1)
     end_guarded_step_kernel(const GradientInputs __grid_constant__ inputs) {
-  GradientFactor::end_guarded_step(inputs);
+  StepDecision::end_guarded_step(inputs);
 }
 
 // Calls run(element) with a value of each dtype, until one returns an error.

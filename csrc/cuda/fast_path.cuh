@@ -488,10 +488,10 @@ template <typename Functor, typename Streams>
 inline constexpr bool kHasFastPath = false;
 template <typename Streams>
 inline constexpr bool kHasFastPath<Adam<float>, Streams> =
-    Streams::kHasNarrowBuffers && Streams::NumberFormats::kBuffers == 2;
+    Streams::kHasLowPrecisionBuffers && Streams::NumberFormats::kBuffers == 2;
 template <typename Streams>
-inline constexpr bool kHasFastPath<Lion<float>, Streams> = Streams::kHasNarrowBuffers;
+inline constexpr bool kHasFastPath<Lion<float>, Streams> = Streams::kHasLowPrecisionBuffers;
 template <typename Streams>
-inline constexpr bool kHasFastPath<Sgd<float>, Streams> = Streams::kHasNarrowBuffers;
+inline constexpr bool kHasFastPath<Sgd<float>, Streams> = Streams::kHasLowPrecisionBuffers;
 
 }  // namespace amp_ext::cuda

@@ -189,7 +189,7 @@ template <typename Storage, typename Table, typename Shape, bool kSumSquares>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     scan_kernel(const GradScanArguments<Table> __grid_constant__ arguments) {
   const GradScanOutputs& outputs = arguments.outputs;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && GradientFactor::read({arguments.grad_scale}).skip) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && StepDecision::read({arguments.grad_scale}).skip) {
     atomicExch(outputs.found_inf, 1.0f);
   }
   const GradientTile<Storage, Shape> tile(arguments.table);

@@ -34,20 +34,20 @@ constexpr int blocks_on(int architecture) {
   using NumberFormats = typename Streams::NumberFormats;
   using Param = typename NumberFormats::Param;
   constexpr Weight kFormula = kWeight<Functor, NumberFormats::kBuffers>;
-  constexpr bool kHasNarrowBuffers = Streams::kHasNarrowBuffers;
+  constexpr bool kHasLowPrecisionBuffers = Streams::kHasLowPrecisionBuffers;
   if (sizeof(typename NumberFormats::T) == 8) {
     return kFormula == Weight::kUnknown && architecture >= 1000 ? 1 : 2;
   }
   if (kFormula == Weight::kLeast) return NumberFormats::kHasSplitMaster ? 3 : 4;
   if (Streams::kPackSize == 4 && kFormula != Weight::kUnknown) {
-    return kHasNarrowBuffers && architecture >= 1000 ? 3 : 4;
+    return kHasLowPrecisionBuffers && architecture >= 1000 ? 3 : 4;
   }
   if (kFormula == Weight::kHeavy || kFormula == Weight::kUnknown) {
-    const bool takes_most =
-        Param::kMaster == Master::kLow8 || (Param::kMaster != Master::kNone && kHasNarrowBuffers);
+    const bool takes_most = Param::kMaster == Master::kLow8 ||
+                            (Param::kMaster != Master::kNone && kHasLowPrecisionBuffers);
     return takes_most && architecture >= 1000 ? 1 : 2;
   }
-  if (kHasNarrowBuffers || Param::kMaster == Master::kLow8) {
+  if (kHasLowPrecisionBuffers || Param::kMaster == Master::kLow8) {
     if (architecture >= 1000 || (Param::kMaster == Master::kFloat32 && !NumberFormats::kHasCodes))
       return 2;
     constexpr bool kHasBoth = NumberFormats::kHasCodes && NumberFormats::kHasSplitMaster;

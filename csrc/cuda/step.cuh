@@ -42,13 +42,13 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   static constexpr int kPackSize =
       16 / std::min({Grad::kLeastBytes, Param::kLeastBytes, Buffer<index>::kLeastBytes...});
 
-  static constexpr bool kHasNarrowBuffers = (Buffer<index>::kMayDither || ...);
+  static constexpr bool kHasLowPrecisionBuffers = (Buffer<index>::kMayDither || ...);
 
   // What is converted or dithered computes enough for the constants of a tensor to count: they are
   // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. In
   // others a thread has two packs: with one alone a step of many elements takes 1.09 times as long
   // on an H200, and .99 on an H100, whose memory is slower.
-  static constexpr int kTileSize = kHasNarrowBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
+  static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // Whether a buffer may be dithered.
   template <int buffer>
@@ -389,7 +389,7 @@ struct BlockState {
 
 // Not a part of every kernel.
 static __device__ __attribute__((noinline)) void end_guarded_step(const GradientInputs& inputs) {
-  GradientFactor::end_guarded_step(inputs);
+  StepDecision::end_guarded_step(inputs);
 }
 
 template <typename Functor, typename Streams, typename Shape, bool kFast>
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const auto& group = arguments.groups[table.group[tensor]];
     const double step = Constants::read_step(group, table.step[tensor]);
     const double lr = Constants::read_lr(group);
-    const GradientFactor factor = GradientFactor::read(arguments.inputs);
+    const StepDecision factor = StepDecision::read(arguments.inputs);
     if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
     if (tile == 0 && arguments.step_applied != nullptr)
       *arguments.step_applied = factor.step_applied();

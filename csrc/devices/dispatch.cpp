@@ -46,7 +46,7 @@ class CpuEngine : public DeviceEngine {
     std::fill_n(launch.is_launched, launch.count, true);
   }
   void end_guarded_step(const at::Device&, const GradientInputs& inputs) const override {
-    GradientFactor::end_guarded_step(inputs);
+    StepDecision::end_guarded_step(inputs);
   }
   void scan(const at::Device&, const GradScanLaunch& launch, StepScratch&) const override {
     launcher().scan(launch);
@@ -115,7 +115,7 @@ void check_device(const std::string& operation, const std::string& name, const a
 }
 
 bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs) {
-  return !uses_cuda_engine(device) && GradientFactor::read(inputs).skip;
+  return !uses_cuda_engine(device) && StepDecision::read(inputs).skip;
 }
 
 const char* cpu_isa() { return selected_engine().name; }

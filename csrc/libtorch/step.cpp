@@ -19,7 +19,7 @@ struct FusedOptimizer::Operation {
   FusedOptimizer& optimizer;
   Plan& plan;
   Plan::Lock use;
-  SharedOptions shared;
+  ClippingOptions shared;
   GroupTable table;
   std::vector<StateSpec> specs;  // by group
 
@@ -29,7 +29,7 @@ struct FusedOptimizer::Operation {
     std::vector<const GroupOptions*> groups;
     for (const PlacedOptions& group : placed) groups.push_back(&group);
     const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
-    shared = shared_options(optimizer_class.name, groups);
+    shared = clipping_options(optimizer_class.name, groups);
     table = optimizer_class.table(groups);
     specs = optimizer.state_specs(placed);
     if (take_params()) return;

@@ -14,7 +14,7 @@ namespace amp_ext {
 
 std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
-                                       const optim::SharedOptions& options) {
+                                       const optim::ClippingOptions& options) {
   const at::NoGradGuard no_grad;
   scans_.clear();  // if this look fails, no step may use the one before
   scans_ = scan_grads(found_inf, grad_scale, options);
@@ -40,7 +40,7 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
 
 std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
                                              const OptionalTensor& grad_scale,
-                                             const optim::SharedOptions& options) {
+                                             const optim::ClippingOptions& options) {
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<GradScan> scans;
@@ -58,8 +58,8 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
     row.see_grad();
     const bool is_dense = row.grad().is_non_overlapping_and_dense();
     // The copy is kept alive.
-    if (!is_dense) row.staged.push_back({row.grad(), row.grad().contiguous(), false});
-    const at::Tensor& dense = is_dense ? row.grad() : row.staged.back().dense;
+    if (!is_dense) row.contiguous_copies.push_back({row.grad(), row.grad().contiguous(), false});
+    const at::Tensor& dense = is_dense ? row.grad() : row.contiguous_copies.back().dense;
     scan.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
                                            static_cast<int64_t>(index)));
   }
@@ -76,13 +76,13 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
                                 options.skip_nonfinite, double_data(result.squares_of_params)};
     engine_of(device).scan(device, launch, scratch_);
   }
-  for (Row& row : rows_) row.staged.clear();
+  for (Row& row : rows_) row.contiguous_copies.clear();
   return scans;
 }
 
 Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const Row& row,
                               const OptionalTensor& found_inf,
-                              const optim::SharedOptions& options) const {
+                              const optim::ClippingOptions& options) const {
   const at::Device device = row.grad().device();
   for (GradScan& scan : scans) {
     const GradScanResult& result = scan.result;
@@ -123,11 +123,11 @@ bool Plan::gradients_were_written() const {
 // The looks that a step goes by: those of `look` if the gradients are unchanged, else new ones.
 std::vector<Plan::GradScan> Plan::scans_for_step(const GradientOptions& options,
                                                  bool has_squares_of_params, bool& is_new) {
-  const bool is_stale = !scans_.empty() && !gradients_are_as_seen();
-  is_new = needs_scan(options, has_squares_of_params, is_stale);
+  const bool is_out_of_date = !scans_.empty() && !gradients_are_as_seen();
+  is_new = needs_scan(options, has_squares_of_params, is_out_of_date);
   std::vector<GradScan> scans;
   std::swap(scans, scans_);
-  if (is_stale) scans.clear();
+  if (is_out_of_date) scans.clear();
   if (!is_new) return scans;
   return scan_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite});
 }
@@ -141,9 +141,9 @@ std::vector<Plan::GradScan> Plan::scans_for_step(const GradientOptions& options,
 //   with a sum      no        no          no                          no
 //   stale           no        yes         yes                         yes
 bool Plan::needs_scan(const GradientOptions& options, bool has_squares_of_params,
-                      bool is_stale) const {
+                      bool is_out_of_date) const {
   const bool asks_norm = wants_norm(options.max_grad_norm);
-  if (is_stale) return asks_norm || options.found_inf.has_value();
+  if (is_out_of_date) return asks_norm || options.found_inf.has_value();
   const GradScanResult last = scans_.empty() ? GradScanResult() : scans_.front().result;
   const bool has_sum = options.sum_of_squares.has_value() || last.sum_of_squares.defined();
   const bool has_each = has_squares_of_params || last.squares_of_params.defined();

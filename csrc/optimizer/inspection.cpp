@@ -54,7 +54,7 @@ Row with_copies(const Row& row, bool writes_grad) {
   copy.record_is_current = copy.grad_is_current = false;
   copy.take_fingerprint(kParam);
   copy.param_of_master.reset();
-  if (row.has_fresh_master() && !has_moved) {
+  if (row.has_current_master() && !has_moved) {
     SeenTensor::remember(copy.param_of_master, copy.param(), copy.version());
   }
   return copy;
@@ -140,7 +140,7 @@ void Plan::become_trial_of(const Plan& plan) {
 }
 
 std::vector<GradScanResult> Plan::scan_without_recording(
-    const OptionalTensor& grad_scale, const optim::SharedOptions& options) const {
+    const OptionalTensor& grad_scale, const optim::ClippingOptions& options) const {
   const OutsideInferenceMode normal;
   Plan trial(checks_.operation);
   trial.become_trial_of(*this);

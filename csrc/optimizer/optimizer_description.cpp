@@ -309,8 +309,8 @@ void check_group(const GroupOptions& options) {
   }
 }
 
-SharedOptions shared_options(const std::string& optimizer,
-                             const std::vector<const GroupOptions*>& groups) {
+ClippingOptions clipping_options(const std::string& optimizer,
+                                 const std::vector<const GroupOptions*>& groups) {
   if (groups.empty()) return {};
   const auto check_same = [&](const char* name, const auto& read) {
     const bool is_same = std::all_of(groups.begin(), groups.end(), [&](const GroupOptions* group) {
@@ -337,9 +337,10 @@ SharedOptions shared_options(const std::string& optimizer,
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
   // Otherwise only what follows a master is stored in 16 bits.
-  const bool stores_narrow =
+  const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
-  return stores_narrow && (rounding.has_value() ? *rounding == "dither" : state_dtype.has_value());
+  return stores_low_precision &&
+         (rounding.has_value() ? *rounding == "dither" : state_dtype.has_value());
 }
 
 bool may_dither(const GroupOptions& options) {

@@ -139,14 +139,14 @@ AMP_EXT_API void check_values(const GroupOptions& options);
 AMP_EXT_API void check_group(const GroupOptions& options);
 
 // The options that concern the norm of all gradients together.
-struct SharedOptions {
+struct ClippingOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
 };
 
 // Throws on behalf of an optimizer unless they are the same in all groups.
-AMP_EXT_API SharedOptions shared_options(const std::string& optimizer,
-                                         const std::vector<const GroupOptions*>& groups);
+AMP_EXT_API ClippingOptions clipping_options(const std::string& optimizer,
+                                             const std::vector<const GroupOptions*>& groups);
 
 // Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
 AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,

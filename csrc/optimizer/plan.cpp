@@ -217,7 +217,7 @@ void Plan::let_go() {
     row.current_param = c10::MaybeOwned<at::Tensor>();
     row.shard_of = c10::MaybeOwned<at::Tensor>();
     row.owned[kGrad].reset();
-    row.staged.clear();
+    row.contiguous_copies.clear();
     row.refreshed_master.reset();
   }
 }
@@ -279,7 +279,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
         step_batch(batch, table, &batch == last);
         continue;
       }
-      const GradientFactor factor = GradientFactor::read(batch.inputs.pointers);
+      const StepDecision factor = StepDecision::read(batch.inputs.pointers);
       if (batch.inputs.grad_norm != nullptr) *batch.inputs.grad_norm = factor.grad_norm;
       if (batch.inputs.step_applied != nullptr) *batch.inputs.step_applied = factor.step_applied();
     }
@@ -344,7 +344,7 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
       check_row(row, table);
       if (!is_of_scaler) checks_.check_carries_no_scale(row);
     }
-    row.master_is_fresh = row.has_fresh_master();
+    row.master_is_current = row.has_current_master();
   }
   if (!memory_is_checked_) check_memory();
 }
@@ -420,13 +420,14 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
     const GroupTable::Entry& group = table.groups[row->group];
     // An interrupt may have left the refreshed master of the last step, which must not come back.
     // The parameter is a part of a split master, which follows it.
-    const bool is_stale =
-        row->master_param().defined() && !row->has_split_master() && !row->master_is_fresh;
+    const bool is_out_of_date =
+        row->master_param().defined() && !row->has_split_master() && !row->master_is_current;
     row->refreshed_master =
-        is_stale ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
+        is_out_of_date ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
     if (!row->record_is_current) row->fill_record();
     TensorRecord& record = batch.records.emplace_back(row->record);
-    record.dithered = group.dithered != 0 ? (group.dithered & row->narrow) | row->dithers : 0;
+    record.dithered =
+        group.dithered != 0 ? (group.dithered & row->low_precision) | row->dithers : 0;
     TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
                 checks_.operation, ": ", checks_.name_of(*row, kStep),
                 " must be there to dither, got None");
@@ -437,7 +438,8 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
 void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) {
   for (Row* row : batch.rows) {
     if (row->refreshed_master.defined()) row->master_param().copy_(row->refreshed_master);
-    for (const Staged& staged : row->staged) staged.dense.copy_(staged.original);
+    for (const ContiguousCopy& contiguous_copies : row->contiguous_copies)
+      contiguous_copies.dense.copy_(contiguous_copies.original);
   }
   for (size_t group = 0; group < batch.lrs.size(); ++group) {
     if (!batch.lrs[group].has_value()) continue;
@@ -478,8 +480,9 @@ void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
       copies = false;
       if (failure == nullptr) failure = std::current_exception();
     }
-    const bool is_whole = copies || std::none_of(row.staged.begin(), row.staged.end(),
-                                                 [](const Staged& one) { return one.written; });
+    const bool is_whole =
+        copies || std::none_of(row.contiguous_copies.begin(), row.contiguous_copies.end(),
+                               [](const ContiguousCopy& one) { return one.written; });
     ++(is_whole ? progress_.stepped : progress_.stepped_in_part);
   }
   if (failure != nullptr) std::rethrow_exception(failure);
@@ -578,7 +581,7 @@ bool Plan::reaches_written_memory(const at::Tensor& grad) const {
 // Parameters that are views of one tensor share its version, which each of them has changed.
 void Plan::remember_masters() {
   for (Row& row : rows_) {
-    if (row.master() != Master::kFloat32 || !row.master_is_fresh) continue;
+    if (row.master() != Master::kFloat32 || !row.master_is_current) continue;
     SeenTensor::remember(row.param_of_master, row.param(), row.version());
   }
 }

@@ -160,11 +160,11 @@ class AMP_EXT_API Plan {
   // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
   // that follows is given found_inf and the sums of squares then, and never looks itself.
   std::vector<GradScanResult> scan(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
-                                   const optim::SharedOptions& options);
+                                   const optim::ClippingOptions& options);
 
   // The same for an inspection: no step goes by it, nor does an update of the scale.
   std::vector<GradScanResult> scan_without_recording(const OptionalTensor& grad_scale,
-                                                     const optim::SharedOptions& options) const;
+                                                     const optim::ClippingOptions& options) const;
 
   // Whether one of the gradients that the last look saw was written or replaced since.
   bool gradients_were_written() const;
@@ -311,7 +311,8 @@ class AMP_EXT_API Plan {
   void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<GradScan> scans_for_step(const GradientOptions& options, bool has_squares_of_params,
                                        bool& is_new);
-  bool needs_scan(const GradientOptions& options, bool has_squares_of_params, bool is_stale) const;
+  bool needs_scan(const GradientOptions& options, bool has_squares_of_params,
+                  bool is_out_of_date) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<GradScan>& scans, bool freshly_scanned) const;
@@ -322,9 +323,9 @@ class AMP_EXT_API Plan {
   void finish_batch(const Batch& batch, std::exception_ptr failure);
   std::vector<GradScan> scan_grads(const OptionalTensor& found_inf,
                                    const OptionalTensor& grad_scale,
-                                   const optim::SharedOptions& options);
+                                   const optim::ClippingOptions& options);
   GradScan& scan_of(std::vector<GradScan>& scans, const Row& row, const OptionalTensor& found_inf,
-                    const optim::SharedOptions& options) const;
+                    const optim::ClippingOptions& options) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
   bool gradients_are_as_seen() const;
   OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;

@@ -64,7 +64,7 @@ bool Row::has_codes() const {
   return std::any_of(std::begin(formats), std::end(formats), is_code);
 }
 
-bool Row::has_fresh_master() const {
+bool Row::has_current_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
 }
 
@@ -123,7 +123,7 @@ bool Row::take_new_grad() {
 }
 
 void Row::fill_record() {
-  staged.clear();
+  contiguous_copies.clear();
   // All memory is walked in the order of the parameter's, or of its dense copy.
   at::Tensor layout = param();
   if (!layout.is_non_overlapping_and_dense()) {
@@ -136,7 +136,7 @@ void Row::fill_record() {
     }
     const at::Tensor dense = at::empty_strided(layout.sizes(), layout.strides(),
                                                tensor.options().dtype(dtype).requires_grad(false));
-    staged.push_back({tensor, dense, written});
+    contiguous_copies.push_back({tensor, dense, written});
     return dense.mutable_data_ptr();
   };
   const at::ScalarType param_dtype = param().scalar_type();
@@ -151,14 +151,14 @@ void Row::fill_record() {
   if (record.master != Master::kNone) {
     record.master_param = memory(master_param(), master_param().scalar_type(), true);
   }
-  const bool is_narrow =
+  const bool is_low_precision =
       record.master == Master::kLow8 || (record.master == Master::kNone && is_16_bit(param_dtype));
-  narrow = is_narrow ? kDithersParam : 0;
+  low_precision = is_low_precision ? kDithersParam : 0;
   dithers = 0;
   for (int i = 0; i < number_of_buffers; ++i) {
     const at::Tensor& buffer = owned[kBuffer0 + i];
     record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
-    if (buffer.element_size() < 4) narrow |= kDithersBuffer0 << i;
+    if (buffer.element_size() < 4) low_precision |= kDithersBuffer0 << i;
     if (is_code(record.buffer_formats[i])) dithers |= kDithersBuffer0 << i;
   }
   if (owned[kExponents].defined()) {
@@ -173,7 +173,7 @@ void Row::fill_record() {
   grad_is_current = true;
   // Other strides would not show in the fingerprint of a tensor that is not contiguous.
   record_is_current =
-      staged.empty() &&
+      contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
         return fingerprint.contiguous || fingerprint.numel < 0;
       });
@@ -185,7 +185,7 @@ void Row::mark_written() {
     if (written) bump_version(tensor(list));
   }
   if (is_sharded) bump_version(*shard_of);
-  master_is_fresh = true;
+  master_is_current = true;
 }
 
 bool Row::differs_from_master(uint64_t seed) const {
@@ -213,14 +213,17 @@ bool Row::differs_from_master(uint64_t seed) const {
 // of the dense copy and back would change it: the bits of NaN, and a number too large for that
 // dtype.
 void Row::copy_back(bool skip_nonfinite) const {
-  for (const Staged& staged : staged) {
-    if (!staged.written) continue;
-    const at::ScalarType dtype = staged.original.scalar_type();
-    if (skip_nonfinite && staged.original.is_same(grad()) && dtype != staged.dense.scalar_type()) {
-      const at::Tensor stepped = staged.original.to(staged.dense.scalar_type()).isfinite();
-      staged.original.copy_(at::where(stepped, staged.dense.to(dtype), staged.original));
+  for (const ContiguousCopy& contiguous_copies : contiguous_copies) {
+    if (!contiguous_copies.written) continue;
+    const at::ScalarType dtype = contiguous_copies.original.scalar_type();
+    if (skip_nonfinite && contiguous_copies.original.is_same(grad()) &&
+        dtype != contiguous_copies.dense.scalar_type()) {
+      const at::Tensor stepped =
+          contiguous_copies.original.to(contiguous_copies.dense.scalar_type()).isfinite();
+      contiguous_copies.original.copy_(
+          at::where(stepped, contiguous_copies.dense.to(dtype), contiguous_copies.original));
     } else {
-      staged.original.copy_(staged.dense);
+      contiguous_copies.original.copy_(contiguous_copies.dense);
     }
   }
 }

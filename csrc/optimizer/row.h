@@ -42,7 +42,7 @@ at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool ha
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 // A tensor whose memory a kernel can't walk, and room for the dense copy that it walks instead.
-struct Staged {
+struct ContiguousCopy {
   at::Tensor original;
   at::Tensor dense;
   bool written;
@@ -58,7 +58,7 @@ struct Row {
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // by List; none for kParam
   std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
-  bool master_is_fresh = false;               // at the start of this step
+  bool master_is_current = false;             // at the start of this step
   bool is_sharded = false;
   bool record_is_current = false;
   bool grad_is_current = false;  // the gradient in the record is
@@ -73,13 +73,13 @@ struct Row {
   TensorRecord record;
   std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
   const void* seen_grad_data = nullptr;
-  std::vector<Staged> staged;
+  std::vector<ContiguousCopy> contiguous_copies;
   at::Tensor refreshed_master;           // what a master becomes that its parameter has left behind
   c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
   int64_t partition = 0;
   int64_t first_element = 0;
-  uint8_t narrow = 0;   // the numbers in 16 or 8 bits, as in `dithered` of a record
-  uint8_t dithers = 0;  // those among them that are always dithered, if any is
+  uint8_t low_precision = 0;  // the numbers in 16 or 8 bits, as in `dithered` of a record
+  uint8_t dithers = 0;        // those among them that are always dithered, if any is
   int64_t group;
   int64_t index_in_group;
 
@@ -92,7 +92,7 @@ struct Row {
   int64_t grad_version() const;
   Master master() const;
   bool has_split_master() const { return master() == Master::kLow16 || master() == Master::kLow8; }
-  bool has_fresh_master() const;
+  bool has_current_master() const;
   // Also where dtype or device have changed.
   bool lacks_state() const {
     return state_dtype != param().scalar_type() || state_device != param().device();

@@ -128,12 +128,12 @@ void RowChecks::check_buffers(const Row& row) const {
           ", got ", got);
       continue;
     }
-    const bool may_be_narrow = got == at::kBFloat16 && dtype != at::kDouble;
+    const bool may_be_bfloat16 = got == at::kBFloat16 && dtype != at::kDouble;
     if (row.has_split_master()) {
-      check(list, may_be_narrow || got == computed, "Float or BFloat16 with a split master, got ",
+      check(list, may_be_bfloat16 || got == computed, "Float or BFloat16 with a split master, got ",
             got);
     }
-    check(list, got == dtype || got == computed || may_be_narrow, computed,
+    check(list, got == dtype || got == computed || may_be_bfloat16, computed,
           dtype == at::kDouble ? ""
           : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
                                : " or BFloat16",

@@ -113,7 +113,7 @@ std::optional<int64_t> Plan::find_uncounted_write() {
   if (!sample_.has_value() || !finds_writes_) return {};
   const Row& row = rows_[sample_->row];
   const bool is_as_the_step_left_it =
-      row.record_is_current && row.has_fresh_master() &&
+      row.record_is_current && row.has_current_master() &&
       version_of(row.master_param()) == sample_->master_version &&
       row.param().const_data_ptr() == row.record.param &&
       row.master_param().const_data_ptr() == row.record.master_param;

@@ -27,15 +27,15 @@ AverageHyperparameters hyperparameters_of(const AverageOptions& options) {
 
 // A record of tensors in the layout of the average.
 TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
-                       std::vector<at::Tensor>& staged) {
+                       std::vector<at::Tensor>& contiguous_copies) {
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     if (tensor.scalar_type() == dtype && have_same_dense_layout(tensor, average)) {
       return const_cast<void*>(tensor.const_data_ptr());
     }
-    staged.push_back(at::empty_strided(average.sizes(), average.strides(),
-                                       tensor.options().dtype(dtype).requires_grad(false)));
-    staged.back().copy_(tensor);
-    return staged.back().mutable_data_ptr();
+    contiguous_copies.push_back(at::empty_strided(
+        average.sizes(), average.strides(), tensor.options().dtype(dtype).requires_grad(false)));
+    contiguous_copies.back().copy_(tensor);
+    return contiguous_copies.back().mutable_data_ptr();
   };
   TensorRecord record;
   const bool has_master = weight.master.defined();
@@ -106,11 +106,11 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     const at::Tensor& counters, const at::Tensor& step_applied,
                     StepScratch& scratch) {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> staged;
+  std::vector<at::Tensor> contiguous_copies;
   std::vector<TensorRecord> records;
   records.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    records.push_back(record_of(weights[i], averages[i], staged));
+    records.push_back(record_of(weights[i], averages[i], contiguous_copies));
   }
   const at::Device device = counters.device();
   static_assert(sizeof(AverageCounters) == 2 * sizeof(int64_t));
@@ -147,7 +147,7 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
       master = kept->second;
     }
     if (master.defined() && !master.sizes().equals(param.sizes())) master.reset();
-    if (master.defined() && master.scalar_type() == at::kFloat && !row.has_fresh_master()) {
+    if (master.defined() && master.scalar_type() == at::kFloat && !row.has_current_master()) {
       master = refreshed_master(param, master);
     }
     weights.push_back(

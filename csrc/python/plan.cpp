@@ -26,7 +26,7 @@ namespace amp_ext::python {
 // of the groups leaves it.
 struct Groups {
   std::vector<py::dict> dicts;
-  optim::SharedOptions shared;
+  optim::ClippingOptions shared;
   GroupTable table;
   std::vector<optim::StateSpec> specs;
 
@@ -38,7 +38,7 @@ struct Groups {
     std::vector<const optim::GroupOptions*> read;
     for (const py::dict& group : dicts) read.push_back(&options.emplace_back(described, group));
     table = described.description.table(read);
-    shared = optim::shared_options(optimizer, read);
+    shared = optim::clipping_options(optimizer, read);
     if (shared.max_grad_norm.has_value() && !(*shared.max_grad_norm >= 0.0)) {
       throw py::value_error("max_grad_norm");
     }
@@ -119,7 +119,7 @@ struct Operation {
 
   GradientOptions options(OptionalTensor grad_scale, OptionalTensor found_inf,
                           OptionalTensor sum_of_squares) const {
-    const optim::SharedOptions& shared = groups->shared;
+    const optim::ClippingOptions& shared = groups->shared;
     return {std::move(grad_scale),
             std::move(found_inf),
             shared.max_grad_norm,
@@ -305,7 +305,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return std::nullopt;
   Plan& plan = mine.plan;
-  const optim::SharedOptions& shared = operation.groups->shared;
+  const optim::ClippingOptions& shared = operation.groups->shared;
   const bool lacks_sum = (plan.wants_norm(shared.max_grad_norm) && !sum_of_squares.has_value()) ||
                          (plan.tracks_grad_norms() && !squares_of_params.has_value());
   if (lacks_sum && plan.is_partitioned()) return false;
@@ -342,7 +342,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return std::nullopt;
   if (!is_in_step) mine.plan.check_is_before_step();
-  const optim::SharedOptions& shared = operation.groups->shared;
+  const optim::ClippingOptions& shared = operation.groups->shared;
   const bool lacks_sum = mine.plan.reads_norm(shared.max_grad_norm) && !sum_of_squares.has_value();
   if (lacks_sum && mine.plan.is_partitioned()) return false;
   GradientOptions options =

@@ -198,7 +198,7 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
       kernel.kernel, &record, 1, &hyperparameters, {.skip_nonfinite = option.skip_nonfinite},
       nullptr,       nullptr};
   const cpu::TileMap tiles(&record, 1);
-  const GradientFactor factor = GradientFactor::read(launch.inputs);
+  const StepDecision factor = StepDecision::read(launch.inputs);
   for (; step < kSteps; ++step) engine.step(launch, tiles, factor, 0, tiles.total_cost());
   arrays[1].add_to(after);
   for (Array& array : arrays) array.add_to(hash);

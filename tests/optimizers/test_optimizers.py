@@ -62,7 +62,7 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options, roundin
         for state_dtype in (F32, BF16, None):
             own = {"master_weights": master_weights, "state_dtype": state_dtype}
             own["rounding"] = rounding
-            is_narrow = state_dtype != F32 or not master_weights
+            is_low_precision = state_dtype != F32 or not master_weights
             dithers = rounding == "dither" or (rounding is None and state_dtype is not None)
             mine = cases.trained(
                 ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2
@@ -70,7 +70,7 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options, roundin
             buffer_dtype = dtype if state_dtype is None or dtype == F64 else state_dtype
             for param, twin in zip(params_of(mine), params_of(other), strict=True):
                 expected = dict.fromkeys(other.state.get(twin, {}), (buffer_dtype, param.shape))
-                if cases.KINDS[name].counts_steps(options) or (is_narrow and dithers):
+                if cases.KINDS[name].counts_steps(options) or (is_low_precision and dithers):
                     expected["step"] = (F32, ())
                     assert mine.state[param]["step"].item() == 2
                 if master_weights and dtype in (F16, BF16):

@@ -101,7 +101,7 @@ class Machine(Watching):
     def refresh_masters(self, sides: Sides) -> None:
         sides.mine.refresh_masters()
         for _, pair in sides:
-            pair.is_stale = False
+            pair.is_out_of_date = False
 
     @precondition(lambda self: "converted parameters" not in self.without)
     @rule(
@@ -341,7 +341,7 @@ class Machine(Watching):
         with torch.inference_mode(inference):
             masters = sides.mine.master_params([pair.mine for _, pair in sides])
         for (_, pair), master in zip(sides, masters, strict=True):
-            if not pair.is_stale:
+            if not pair.is_out_of_date:
                 assert_exact(doubled(master), pair.twin, "a master")
         if inference:
             self.differs("states, and tensors of a scaler, made in `torch.inference_mode()`")
@@ -442,7 +442,7 @@ class Machine(Watching):
                 if more.any():
                     assert_near(numbers[name], buffer, buffer.abs(), f"loaded {name}", F32, more)
                     buffer.copy_(numbers[name])
-            pair.is_stale = False
+            pair.is_out_of_date = False
 
     @rule(which=number, how=st.sampled_from(["into new", "into torch", "from torch"]))
     def save_and_load_scaler(self, which: int, how: str) -> None:

@@ -152,7 +152,8 @@ class Pair:
     """A parameter of ours and its twin in float64, which holds the number behind it.
 
     Attributes:
-        is_stale: Whether the parameter was written, so that the next step refreshes its master.
+        is_out_of_date: Whether the parameter was written, so that the next step refreshes its
+            master.
         left_behind: This master.
         is_converted: Whether its dtype was changed, so that the next step casts its state.
         restarts: How often a step began it anew, since something in it was inf or NaN.
@@ -160,7 +161,7 @@ class Pair:
 
     mine: Parameter
     twin: Parameter
-    is_stale: bool = False
+    is_out_of_date: bool = False
     left_behind: Tensor | None = None
     is_converted: bool = False
     restarts: int = 0
@@ -265,12 +266,12 @@ class Sides:
         if is_split(group) and master is not None:
             value = doubled(master)  # what is below the parameter stays
         elif master is not None:
-            if not pair.is_stale:
+            if not pair.is_out_of_date:
                 pair.left_behind = pair.twin.detach().float()
             value = refreshed_master(pair.left_behind, pair.mine.detach()).double()
-            pair.is_stale = True
+            pair.is_out_of_date = True
         else:
-            pair.is_stale = False  # of the parameter a master will be made
+            pair.is_out_of_date = False  # of the parameter a master will be made
         pair.twin.data.copy_(value)
 
     def assert_as_known(self) -> None:
@@ -282,7 +283,7 @@ class Sides:
                 assert_exact(pair.mine, value, what)
             if master is None:
                 assert_exact(doubled(pair.mine), value, what)
-            elif not pair.is_stale and not pair.is_converted:
+            elif not pair.is_out_of_date and not pair.is_converted:
                 assert master.dtype == F32
                 assert_exact(doubled(master), value, f"master of {what}")
             if pair.mine.grad is not None:

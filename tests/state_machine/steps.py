@@ -428,7 +428,7 @@ class Step:
         pair.twin.data.copy_(actual.detach())
         for name, value in self.sides.buffers(pair).items():
             value.copy_(numbers[name])
-        pair.is_stale = pair.is_converted = False
+        pair.is_out_of_date = pair.is_converted = False
         buffers = self.sides.buffers(pair)
         if not all(tensor.isfinite().all() for tensor in (pair.twin, pair.mine, *buffers.values())):
             # It would stay inf or NaN and hide all that follows.

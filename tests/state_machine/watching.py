@@ -50,7 +50,7 @@ class Watching(Loops):
         if not sides.has_finite_grads():
             return
         before = self.weights(sides)
-        left = {pair for _, pair in sides if pair.is_stale or pair.is_converted}
+        left = {pair for _, pair in sides if pair.is_out_of_date or pair.is_converted}
         restarts = {pair: pair.restarts for _, pair in sides}
         sides.mine.inspect_next()
         result = self.take_step(sides, Plan(self.scalers_of(sides) if scaled else None))
