@@ -7,16 +7,16 @@ from torch import Tensor
 from amp_ext import ops
 
 __all__ = [
-    "decode_groups",
-    "decode_ratios",
-    "encode_groups",
-    "encode_ratios",
-    "join_master",
-    "split_master",
+    "dequantize_blockwise",
+    "dequantize_ratios",
+    "join_fp32",
+    "quantize_blockwise",
+    "quantize_ratios",
+    "split_fp32",
 ]
 
 
-def split_master(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
+def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     """Returns the lower part of a master of which a 16-bit parameter is the upper part.
 
     Both together are the master: of 16 bits exactly (float16 from 2^-16 on, to 2^-40 below), of 8
@@ -35,15 +35,15 @@ def split_master(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.binary.split_master(param, master, low_bits)
+    return ops.binary.split_fp32(param, master, low_bits)
 
 
-def join_master(param: Tensor, low: Tensor) -> Tensor:
+def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
     """Returns the float32 master of which a 16-bit parameter and a lower part are the parts.
 
     Args:
         param: float16 or bfloat16, of any shape.
-        low: As of :func:`split_master`.
+        residual: As returned by :func:`split_fp32`.
 
     Returns:
         float32 of the parameter's shape, on its device, in its layout.
@@ -51,10 +51,10 @@ def join_master(param: Tensor, low: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.binary.join_master(param, low)
+    return ops.binary.join_fp32(param, residual)
 
 
-def encode_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
+def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     """Returns first moments as codes of their ratios to the roots of the second moments.
 
     A ratio is measured in the power of two at or below that root, and rounded to nearest: bit 7 of
@@ -71,14 +71,14 @@ def encode_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.binary.encode_ratios(moment, second_moment)
+    return ops.binary.quantize_ratios(moment, second_moment)
 
 
-def decode_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
+def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
     """Returns the first moments of codes.
 
     Args:
-        codes: As of :func:`encode_ratios`.
+        codes: As of :func:`quantize_ratios`.
         second_moment: float32 of the same shape, as it is stored.
 
     Returns:
@@ -87,10 +87,10 @@ def decode_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.binary.decode_ratios(codes, second_moment)
+    return ops.binary.dequantize_ratios(codes, second_moment)
 
 
-def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
+def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     """Returns moments as codes of 8 bits, and an exponent for each 32 of them.
 
     A second moment ("q8s") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
@@ -111,14 +111,14 @@ def encode_groups(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: If the dtype, the shape or the code does not fit.
     """
-    return ops.binary.encode_groups(moment, code)
+    return ops.binary.quantize_blockwise(moment, code)
 
 
-def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
+def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
     """Returns the moments of codes.
 
     Args:
-        codes: As of :func:`encode_groups`.
+        codes: As of :func:`quantize_blockwise`.
         exponents: Likewise.
         code: "q8s" or "q8m".
 
@@ -128,4 +128,4 @@ def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
     Raises:
         RuntimeError: If a dtype, a shape or the code does not fit.
     """
-    return ops.binary.decode_groups(codes, exponents, code)
+    return ops.binary.dequantize_blockwise(codes, exponents, code)

@@ -6,8 +6,8 @@ Elements are computed in float32, those of float64 parameters in float64, and ro
 nearest number of the stored dtype, unless ``dither`` is given. Nothing synchronises the host with a
 GPU.
 
-Inside ``torch.compile`` every function but those that convert states (:func:`split_master`,
-:func:`encode_ratios` and the like) is one operator of the graph (:mod:`amp_ext.compiled_ops`).
+Inside ``torch.compile`` every function but those that convert states (:func:`split_fp32`,
+:func:`quantize_ratios` and the like) is one operator of the graph (:mod:`amp_ext.compiled_ops`).
 
 Every function raises RuntimeError on bad input, before anything is written, and names the
 argument, its index, what is wanted and what came. If a GPU refuses a launch after others, torch's
@@ -21,7 +21,7 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
 * ``timestep``: Number of this step, from 1, of a caller who counts: in place of ``steps``.
 * ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place; the parameter
   becomes the rounded master. Where a master does not round to its parameter before the step, it
-  becomes the parameter first. Instead, the lower parts of split masters (:func:`split_master`),
+  becomes the parameter first. Instead, the lower parts of split masters (:func:`split_fp32`),
   whose upper parts the parameters are.
 * ``lr``: Learning rate; as a tensor, one element, read on its device.
 * ``weight_decay``: Weight decay per step, before the learning rate.
@@ -45,13 +45,13 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
   Asks for ``steps`` or a ``timestep``, on whose number the rounding depends.
 * ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
   part, for the dither to be that of the whole; None: each is the whole.
-* ``exponents``: For moments in 8 bits that have groups (:func:`encode_groups`), uint8, one for
+* ``exponents``: For moments in 8 bits that have groups (:func:`quantize_blockwise`), uint8, one for
   each 32 elements; empty for a parameter without such. Updated in place.
 
 Buffers have the parameters' shapes and are float32, bfloat16 or in the parameter's dtype; float64
 for float64 parameters. Or they have codes of 8 bits, beside gradients of the parameter's dtype:
-first moments int8 (:func:`encode_ratios`) beside second moments in bfloat16 or uint8, and where
-there is no second moment uint8 (both :func:`encode_groups`, in the order of the parameter's
+first moments int8 (:func:`quantize_ratios`) beside second moments in bfloat16 or uint8, and where
+there is no second moment uint8 (both :func:`quantize_blockwise`, in the order of the parameter's
 memory); no moments beside a maximum. They are updated in place.
 """
 
@@ -92,16 +92,16 @@ __all__ = [
     "clip_grads_",
     "count_nonfinite",
     "cpu_isa",
-    "decode_groups",
-    "decode_ratios",
-    "encode_groups",
-    "encode_ratios",
-    "join_master",
+    "dequantize_blockwise",
+    "dequantize_ratios",
+    "join_fp32",
     "lion_",
     "optimizer_update_",
+    "quantize_blockwise",
+    "quantize_ratios",
     "refresh_masters_",
     "sgd_",
-    "split_master",
+    "split_fp32",
     "unscale_",
     "update_scale_",
 ]
@@ -540,12 +540,12 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
 
 # Conversions of states, and another contract over the same kernels. Both call this module.
 from amp_ext.converted_states import (  # noqa: E402
-    decode_groups,
-    decode_ratios,
-    encode_groups,
-    encode_ratios,
-    join_master,
-    split_master,
+    dequantize_blockwise,
+    dequantize_ratios,
+    join_fp32,
+    quantize_blockwise,
+    quantize_ratios,
+    split_fp32,
 )
 from amp_ext.optimizer_update import (  # noqa: E402
     OptimizerType,

@@ -183,7 +183,7 @@ def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     if not is_over_rows(param):  # the parts of the ranks cut blocks
         for name, code, keys in spec.blocks_in(parts):
             codes, exponents = (_unsharded(parts.pop(key)).to(local.device) for key in keys)
-            parts[name] = _over_all_ranks(param, ops.decode_groups(codes, exponents, code))
+            parts[name] = _over_all_ranks(param, ops.dequantize_blockwise(codes, exponents, code))
     for key, value in parts.items():
         unsharded_sizes, _ = spec.layout_under(key, param)
         if key != "step" and isinstance(value, Tensor) and list(value.shape) == unsharded_sizes:

@@ -94,7 +94,7 @@ template <int kBits>
 AMP_EXT_INLINE Vector<float> fast_load(const Numbers<Split<BFloat16, kBits>>& numbers,
                                        int64_t index) {
   return SplitMaster<BFloat16, kBits>::join_number(load_wide(&numbers.elements[index].bits) << 16,
-                                                   load_signed(numbers.lows + index)
+                                                   load_signed(numbers.residuals + index)
                                                        << (16 - kBits));
 }
 
@@ -135,25 +135,25 @@ AMP_EXT_INLINE void fast_store(const Numbers<Mastered<BFloat16>>& numbers, int64
 template <bool kDithers, int kBits>
 AMP_EXT_INLINE void fast_store(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index,
                                const float* values, const Words& words) {
-  FourVectors upper, low;
+  FourVectors upper, residual;
 #pragma GCC unroll 4
   for (int k = 0; k < kTogether; ++k) {
     auto bits = bits_of(vector_at(values, k));
     if constexpr (kBits == 8) {
       bits += words[k] >> 24;
-      low[k] = (bits >> 8) & 0xffu;
+      residual[k] = (bits >> 8) & 0xffu;
     } else {
-      low[k] = bits;
+      residual[k] = bits;
     }
     upper[k] = bits + 0x8000u;
   }
   store_upper_bits(numbers.elements + index, upper);
   if constexpr (kBits == 8) {
-    store_low_bytes(numbers.lows + index, low);
+    store_low_bytes(numbers.residuals + index, residual);
   } else {
 #pragma GCC unroll 4
     for (int k = 0; k < kTogether; k += 2) {
-      store_low_bits(numbers.lows + index + k * kLanes<float>, low[k], low[k + 1]);
+      store_low_bits(numbers.residuals + index + k * kLanes<float>, residual[k], residual[k + 1]);
     }
   }
 }

@@ -93,15 +93,15 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   const auto place = static_cast<uint64_t>(first);
   const int64_t before = place % 8;
   const int64_t eights = (before + count + 7) / 8;
-  const auto low = static_cast<uint32_t>(place / 8);
+  const auto residual = static_cast<uint32_t>(place / 8);
   const auto high = static_cast<uint32_t>(place / 8 >> 32);
   const U lanes = lane_indices();
-  const U begin = lanes + low;
+  const U begin = lanes + residual;
   U own = (lanes + static_cast<uint32_t>(place - before)) * kPhaseStride;
   for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
     const U number = begin + static_cast<uint32_t>(i);
     // A comparison that holds is -1: the lower half has passed its largest number.
-    const U carry = bit_cast<U>(number < low);
+    const U carry = bit_cast<U>(number < residual);
     const EightTimes hashes(dither_hash(number, high - carry));
     for (int k = 0; k < 8; ++k) {
       store_bits(phases + i * 8 + k * kLanes<uint32_t>, own + hashes[k]);
@@ -199,30 +199,30 @@ struct Numbers<Mastered<Storage>> {
 
 template <typename Storage, int kBits>
 struct Numbers<Split<Storage, kBits>> {
-  using Low = typename Split<Storage, kBits>::Low;
+  using Residual = typename Split<Storage, kBits>::Residual;
   using U = Vector<uint32_t>;
   template <typename T>
   static constexpr bool kIsNative = false;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
   Storage* elements;
-  Low* lows;
+  Residual* residuals;
 
-  AMP_EXT_INLINE static Numbers at(void* elements, void* lows, int64_t offset) {
-    return {static_cast<Storage*>(elements) + offset, static_cast<Low*>(lows) + offset};
+  AMP_EXT_INLINE static Numbers at(void* elements, void* residuals, int64_t offset) {
+    return {static_cast<Storage*>(elements) + offset, static_cast<Residual*>(residuals) + offset};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
     amp_ext::prefetch(elements, index, count);
-    amp_ext::prefetch(lows, index, count);
+    amp_ext::prefetch(residuals, index, count);
   }
 
   template <typename V>
   AMP_EXT_INLINE V load(int64_t index) const {
-    const U low = load_wide(lows + index);
+    const U residual = load_wide(residuals + index);
     if constexpr (kIsDifference) {
-      return SplitHalf16::join(amp_ext::load<V>(elements + index), low);
+      return SplitHalf16::join(amp_ext::load<V>(elements + index), residual);
     } else {
-      return SplitMaster<Storage, kBits>::join(load_wide(&elements[index].bits), low);
+      return SplitMaster<Storage, kBits>::join(load_wide(&elements[index].bits), residual);
     }
   }
   AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
@@ -233,27 +233,28 @@ struct Numbers<Split<Storage, kBits>> {
       if constexpr (kIsDifference) {
         const V limited = SplitHalf16::saturated(master);
         store(elements + i, limited);
-        store_low_bits(lows + i, SplitHalf16::low_of(limited, amp_ext::load<V>(elements + i)));
+        store_low_bits(residuals + i,
+                       SplitHalf16::residual_of(limited, amp_ext::load<V>(elements + i)));
       } else {
-        U param, low;
+        U param, residual;
         SplitMaster<Storage, kBits>::split(master, rounding.dithers(), rounding.words(i), param,
-                                           low);
+                                           residual);
         store_low_bits(&elements[i].bits, param);
-        store_low_bits(lows + i, low);
+        store_low_bits(residuals + i, residual);
       }
     }
   }
 
   struct Padded {
     PaddedCopy<Storage> copy;
-    PaddedCopy<Low> copy_of_lows;
+    PaddedCopy<Residual> copy_of_residuals;
 
     AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
-      return {copy.open(numbers.elements, count), copy_of_lows.open(numbers.lows, count)};
+      return {copy.open(numbers.elements, count), copy_of_residuals.open(numbers.residuals, count)};
     }
     AMP_EXT_INLINE void close(int64_t count) {
       copy.close(count);
-      copy_of_lows.close(count);
+      copy_of_residuals.close(count);
     }
   };
 };

@@ -122,23 +122,23 @@ struct FastPack<Split<BFloat16, kBits>, kCount> {
   static constexpr int kLowWords = kCount * kBits / 32;
 
   Pack<uint32_t, kCount / 2> words;
-  Pack<uint32_t, kLowWords> lows;
+  Pack<uint32_t, kLowWords> residuals;
 
   __device__ void load(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) {
     words = words_at<kCount / 2>(numbers.elements, index);
-    lows = words_at<kLowWords>(numbers.lows, index);
+    residuals = words_at<kLowWords>(numbers.residuals, index);
   }
   __device__ float get(int i) const {
     // The lower part where it belongs, with its sign in all bits above.
-    uint32_t low;
+    uint32_t residual;
     if constexpr (kBits == 16) {
-      low = select_bytes(lows.values[i / 2], 0, i % 2 == 0 ? 0x9910 : 0xbb32);
+      residual = select_bytes(residuals.values[i / 2], 0, i % 2 == 0 ? 0x9910 : 0xbb32);
     } else {
       const uint32_t byte = i % 4;
       const uint32_t sign = byte | 8;
-      low = select_bytes(lows.values[i / 4], 0, 4 | byte << 4 | sign << 8 | sign << 12);
+      residual = select_bytes(residuals.values[i / 4], 0, 4 | byte << 4 | sign << 8 | sign << 12);
     }
-    return SplitMaster<BFloat16, kBits>::join_number(bits_of(bfloat16_at(words, i)), low);
+    return SplitMaster<BFloat16, kBits>::join_number(bits_of(bfloat16_at(words, i)), residual);
   }
   template <bool kDithers>
   __device__ void set(const float (&values)[kCount], uint32_t word) {
@@ -151,16 +151,17 @@ struct FastPack<Split<BFloat16, kBits>, kCount> {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       words.values[i / 2] = upper_halves(bits[i] + 0x8000u, bits[i + 1] + 0x8000u);
-      if constexpr (kBits == 16) lows.values[i / 2] = select_bytes(bits[i], bits[i + 1], 0x5410);
+      if constexpr (kBits == 16)
+        residuals.values[i / 2] = select_bytes(bits[i], bits[i + 1], 0x5410);
     }
     if constexpr (kBits == 8) {
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) lows.values[i / 4] = bytes_of<1>(bits + i);
+      for (int i = 0; i < kCount; i += 4) residuals.values[i / 4] = bytes_of<1>(bits + i);
     }
   }
   __device__ void store(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) const {
     words_at<kCount / 2>(numbers.elements, index) = words;
-    words_at<kLowWords>(numbers.lows, index) = lows;
+    words_at<kLowWords>(numbers.residuals, index) = residuals;
   }
 };
 

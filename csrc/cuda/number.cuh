@@ -130,69 +130,70 @@ struct Numbers<Mastered<Storage>> {
 
 template <typename Storage, int kBits>
 struct Numbers<Split<Storage, kBits>> {
-  using Low = typename Split<Storage, kBits>::Low;
+  using Residual = typename Split<Storage, kBits>::Residual;
   static constexpr int kPointers = 2;
   static constexpr int kLeastBytes = sizeof(Storage);  // packs of 16 would spill
   static constexpr bool kMayDither = kBits == 8;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
   Storage* elements;
-  Low* lows;
+  Residual* residuals;
 
   template <int kCapacity>
   __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<Storage*>(pointers[0][tensor]), static_cast<Low*>(pointers[1][tensor])};
+    return {static_cast<Storage*>(pointers[0][tensor]),
+            static_cast<Residual*>(pointers[1][tensor])};
   }
 
   __device__ int64_t elements_to_boundary(int64_t index) const {
-    return cuda::elements_to_boundary(lows + index);
+    return cuda::elements_to_boundary(residuals + index);
   }
   __device__ bool is_at_boundary(int64_t index) const {
-    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(lows + index);
+    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(residuals + index);
   }
 
   template <int kAhead>
   __device__ void prefetch(int64_t index, bool there) const {
     cuda::prefetch<kAhead>(elements + index, there);
-    cuda::prefetch<kAhead>(lows + index, there);
+    cuda::prefetch<kAhead>(residuals + index, there);
   }
 
   template <int kCount>
   struct Values {
     Pack<Storage, kCount> pack;
-    Pack<Low, kCount> lows;
+    Pack<Residual, kCount> residuals;
 
     __device__ float load(int i) const {
-      const uint32_t low = lows.values[i];
+      const uint32_t residual = residuals.values[i];
       if constexpr (kIsDifference) {
-        return SplitHalf16::join(cuda::load(pack.values[i]), low);
+        return SplitHalf16::join(cuda::load(pack.values[i]), residual);
       } else {
         const uint32_t param = pack.values[i].bits;
-        return SplitMaster<Storage, kBits>::join(param, low);
+        return SplitMaster<Storage, kBits>::join(param, residual);
       }
     }
     __device__ void store(float value, int i, const Rounding& rounding) {
-      uint32_t low;
+      uint32_t residual;
       if constexpr (kIsDifference) {
         const float limited = SplitHalf16::saturated(value);
         cuda::store(limited, pack.values[i]);
-        low = SplitHalf16::low_of(limited, cuda::load(pack.values[i]));
+        residual = SplitHalf16::residual_of(limited, cuda::load(pack.values[i]));
       } else {
         uint32_t param;
-        SplitMaster<Storage, kBits>::split(value, rounding.dithers, rounding.word, param, low);
+        SplitMaster<Storage, kBits>::split(value, rounding.dithers, rounding.word, param, residual);
         pack.values[i].bits = static_cast<uint16_t>(param);
       }
-      lows.values[i] = static_cast<Low>(low);
+      residuals.values[i] = static_cast<Residual>(residual);
     }
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(elements, index), pack_at<kCount>(lows, index)};
+    return {pack_at<kCount>(elements, index), pack_at<kCount>(residuals, index)};
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
     pack_at<kCount>(elements, index) = values.pack;
-    pack_at<kCount>(lows, index) = values.lows;
+    pack_at<kCount>(residuals, index) = values.residuals;
   }
 };
 

@@ -50,7 +50,7 @@ struct Mastered {
 template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
-  using Low = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
+  using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
   static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
   // Whether the lower part is a difference (SplitHalf16), not bits of the magnitude (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;

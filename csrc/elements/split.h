@@ -23,10 +23,10 @@ namespace amp_ext {
 
 // The bits of a magnitude, of the parts of it; `low` has kLowBits bits, and none above.
 template <int kLowBits, typename U>
-AMP_EXT_INLINE U joined_magnitude(U param, U low) {
+AMP_EXT_INLINE U joined_magnitude(U param, U residual) {
   const U magnitude = param & 0x7fffu;
-  const U was_rounded_up = low >> (kLowBits - 1);
-  const U joined = ((magnitude - was_rounded_up) << kLowBits) | low;
+  const U was_rounded_up = residual >> (kLowBits - 1);
+  const U joined = ((magnitude - was_rounded_up) << kLowBits) | residual;
   return select(as_signed(magnitude) < as_signed(was_rounded_up), U{}, joined);
 }
 
@@ -50,8 +50,8 @@ struct SplitMaster;
 template <int kLowBits>
 struct SplitMaster<BFloat16, kLowBits> {
   template <typename U>
-  static AMP_EXT_INLINE auto join(U param, U low) {
-    const U magnitude = joined_magnitude<kLowBits>(param, low) << (16 - kLowBits);
+  static AMP_EXT_INLINE auto join(U param, U residual) {
+    const U magnitude = joined_magnitude<kLowBits>(param, residual) << (16 - kLowBits);
     return float_of(magnitude | ((param >> 15) << 31));
   }
 
@@ -59,24 +59,24 @@ struct SplitMaster<BFloat16, kLowBits> {
   // belongs, with its sign in all bits above. NaN where somebody has written a zero beside a
   // negative lower part.
   template <typename U>
-  static AMP_EXT_INLINE auto join_number(U param, U low) {
-    return float_of(param + low);
+  static AMP_EXT_INLINE auto join_number(U param, U residual) {
+    return float_of(param + residual);
   }
 
   template <typename V, typename U>
-  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& low) {
+  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& residual) {
     U kept = bits_of(master);
     if constexpr (kLowBits == 8) kept = without_last_bits<8>(kept, dithers, word);
     param = select(master != master, U{} + 0x7fc0u, upper_part<kLowBits>(kept));
-    low = select(master != master, U{}, kept & ((1u << kLowBits) - 1u));
+    residual = select(master != master, U{}, kept & ((1u << kLowBits) - 1u));
   }
 };
 
 template <>
 struct SplitMaster<Half, 8> {
   template <typename U>
-  static AMP_EXT_INLINE auto join(U param, U low) {
-    const U joined = joined_magnitude<8>(param, low);
+  static AMP_EXT_INLINE auto join(U param, U residual) {
+    const U joined = joined_magnitude<8>(param, residual);
     const auto normal = (joined << 5) + ((127u - 15u) << 23);
     const auto subnormal = bits_of(to_number(joined) * 0x1p-32f);
     U magnitude = select(as_signed(joined) < (1 << 18), subnormal, normal);
@@ -87,7 +87,7 @@ struct SplitMaster<Half, 8> {
   }
 
   template <typename V, typename U>
-  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& low) {
+  static AMP_EXT_INLINE void split(V master, bool dithers, U word, U& param, U& residual) {
     const U sign = (bits_of(master) >> 16) & 0x8000u;
     const U magnitude = bits_of(master) & 0x7fffffffu;
     const auto size = as_signed(magnitude);
@@ -100,7 +100,7 @@ struct SplitMaster<Half, 8> {
     const auto is_finite = size < 0x7f800000;
     const U special = 0x7c00u | select(size > 0x7f800000, U{} + 0x0200u, U{});
     param = sign | select(is_finite, upper_part<8>(kept), special);
-    low = select(is_finite, kept & 0xffu, U{});
+    residual = select(is_finite, kept & 0xffu, U{});
   }
 };
 
@@ -125,8 +125,8 @@ struct SplitHalf16 {
 
   // `low` is a signed number in the lower 16 bits.
   template <typename V, typename U>
-  static AMP_EXT_INLINE V join(V param, U low) {
-    const V number = to_number(low << 16) * 0x1p-16f;
+  static AMP_EXT_INLINE V join(V param, U residual) {
+    const V number = to_number(residual << 16) * 0x1p-16f;
     // Below a power of two numbers are half as far apart. More than half of that towards zero is of
     // another parameter, to which somebody has written this one.
     const U bits = bits_of(param);
@@ -141,7 +141,7 @@ struct SplitHalf16 {
   }
 
   template <typename V>
-  static AMP_EXT_INLINE auto low_of(V master, V param) {
+  static AMP_EXT_INLINE auto residual_of(V master, V param) {
     const V number = (master - param) * float_of((254u - unit_exponent(param)) << 23);
     // Adding 1.5 * 2^23 rounds to a whole number, which the last bits are then.
     using U = decltype(bits_of(V{}));

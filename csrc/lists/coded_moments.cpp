@@ -96,8 +96,8 @@ void decode_block(const uint8_t* codes, uint8_t exponent, float* moments) {
 
 }  // namespace
 
-at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_moment) {
-  const char* const operation = "encode_ratios";
+at::Tensor quantize_ratios(const at::Tensor& moment, const at::Tensor& second_moment) {
+  const char* const operation = "quantize_ratios";
   const at::NoGradGuard no_grad;
   check_tensor(operation, "moment", moment, at::kFloat, moment.sizes());
   check_tensor(operation, "second_moment", second_moment, at::kFloat, moment.sizes());
@@ -116,8 +116,8 @@ at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_mome
   return codes.to(moment.device());
 }
 
-at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_moment) {
-  const char* const operation = "decode_ratios";
+at::Tensor dequantize_ratios(const at::Tensor& codes, const at::Tensor& second_moment) {
+  const char* const operation = "dequantize_ratios";
   const at::NoGradGuard no_grad;
   check_tensor(operation, "codes", codes, at::kChar, codes.sizes());
   check_tensor(operation, "second_moment", second_moment, at::kFloat, codes.sizes());
@@ -136,8 +136,9 @@ at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_momen
   return moments.to(codes.device());
 }
 
-std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment, const std::string& code) {
-  const char* const operation = "encode_groups";
+std::pair<at::Tensor, at::Tensor> quantize_blockwise(const at::Tensor& moment,
+                                                     const std::string& code) {
+  const char* const operation = "quantize_blockwise";
   const at::NoGradGuard no_grad;
   const bool of_roots = is_of_roots(operation, code);
   check_tensor(operation, "moment", moment, at::kFloat, moment.sizes());
@@ -157,9 +158,9 @@ std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment, const 
   return {codes.to(moment.device()), exponents.to(moment.device())};
 }
 
-at::Tensor decode_groups(const at::Tensor& codes, const at::Tensor& exponents,
-                         const std::string& code) {
-  const char* const operation = "decode_groups";
+at::Tensor dequantize_blockwise(const at::Tensor& codes, const at::Tensor& exponents,
+                                const std::string& code) {
+  const char* const operation = "dequantize_blockwise";
   const at::NoGradGuard no_grad;
   const bool of_roots = is_of_roots(operation, code);
   check_tensor(operation, "codes", codes, at::kByte, codes.sizes());

@@ -18,43 +18,44 @@ namespace {
 // One element. The parameter has the bits that it is to keep.
 template <typename Storage, int kBits>
 struct Element {
-  using Low = typename Split<Storage, kBits>::Low;
+  using Residual = typename Split<Storage, kBits>::Residual;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
-  static float join(Storage param, Low low) {
+  static float join(Storage param, Residual residual) {
     if constexpr (kIsDifference) {
-      return SplitHalf16::join(to_float(param), uint32_t{low});
+      return SplitHalf16::join(to_float(param), uint32_t{residual});
     } else {
-      return SplitMaster<Storage, kBits>::join(uint32_t{param.bits}, uint32_t{low});
+      return SplitMaster<Storage, kBits>::join(uint32_t{param.bits}, uint32_t{residual});
     }
   }
 
   // The lower part with which this parameter is nearest to a master that rounds to it; 0, and so
   // the parameter itself, if it does not. A tie rounds to two parameters: to even, or away from
   // zero.
-  static Low low_for(Storage param, float master) {
+  static Residual residual_for(Storage param, float master) {
     if constexpr (kIsDifference) {
       const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);
       const float limited = SplitHalf16::saturated(master);
       const bool is_near = std::abs(limited - to_float(param)) <= half;
-      return is_near ? static_cast<Low>(SplitHalf16::low_of(limited, to_float(param))) : Low{0};
+      return is_near ? static_cast<Residual>(SplitHalf16::residual_of(limited, to_float(param)))
+                     : Residual{0};
     } else {
       Storage rounded, parts;
-      Low low;
+      Residual residual;
       from_float(master, rounded);
-      split(master, parts, low);
-      if (parts.bits == param.bits) return low;
-      constexpr auto kLargest = static_cast<Low>((1u << (kBits - 1)) - 1u);
-      return rounded.bits == param.bits ? kLargest : Low{0};
+      split(master, parts, residual);
+      if (parts.bits == param.bits) return residual;
+      constexpr auto kLargest = static_cast<Residual>((1u << (kBits - 1)) - 1u);
+      return rounded.bits == param.bits ? kLargest : Residual{0};
     }
   }
 
  private:
-  static void split(float master, Storage& param, Low& low) {
+  static void split(float master, Storage& param, Residual& residual) {
     uint32_t param_bits, low_bits;
     SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
     param.bits = static_cast<uint16_t>(param_bits);
-    low = static_cast<Low>(low_bits);
+    residual = static_cast<Residual>(low_bits);
   }
 };
 
@@ -82,34 +83,34 @@ void check_param(const char* operation, const at::Tensor& param) {
 
 }  // namespace
 
-at::Tensor low_elements(const at::Tensor& low) {
-  return low.scalar_type() == at::kByte ? low.view(at::kShort).squeeze(-1) : low;
+at::Tensor residual_elements(const at::Tensor& residual) {
+  return residual.scalar_type() == at::kByte ? residual.view(at::kShort).squeeze(-1) : residual;
 }
 
-at::Tensor join_master(const at::Tensor& param, const at::Tensor& low) {
-  const char* const operation = "join_master";
+at::Tensor join_fp32(const at::Tensor& param, const at::Tensor& residual) {
+  const char* const operation = "join_fp32";
   const at::NoGradGuard no_grad;
   check_param(operation, param);
-  check_is_low(operation, "low", low, param);
+  check_is_residual(operation, "residual", residual, param);
   const at::Tensor params = param.detach().cpu().contiguous();
-  const at::Tensor lows = low_elements(low).cpu().contiguous();
+  const at::Tensor residuals = residual_elements(residual).cpu().contiguous();
   at::Tensor masters = at::empty_like(params, params.options().dtype(at::kFloat));
   auto* const to = masters.mutable_data_ptr<float>();
-  for_format(params, low.scalar_type() == at::kByte, [&](auto element, auto storage) {
+  for_format(params, residual.scalar_type() == at::kByte, [&](auto element, auto storage) {
     using Storage = decltype(storage);
-    using Low = typename decltype(element)::Low;
+    using Residual = typename decltype(element)::Residual;
     const auto* const from = static_cast<const Storage*>(params.const_data_ptr());
-    const auto* const from_low = static_cast<const Low*>(lows.const_data_ptr());
+    const auto* const from_residual = static_cast<const Residual*>(residuals.const_data_ptr());
     at::parallel_for(0, params.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) to[i] = element.join(from[i], from_low[i]);
+      for (int64_t i = begin; i < end; ++i) to[i] = element.join(from[i], from_residual[i]);
     });
   });
   at::Tensor found = at::empty_like(param, param.options().dtype(at::kFloat).requires_grad(false));
   return found.copy_(masters);
 }
 
-at::Tensor split_master(const at::Tensor& param, const at::Tensor& master, int64_t low_bits) {
-  const char* const operation = "split_master";
+at::Tensor split_fp32(const at::Tensor& param, const at::Tensor& master, int64_t low_bits) {
+  const char* const operation = "split_fp32";
   const at::NoGradGuard no_grad;
   check_param(operation, param);
   check_is_plain(operation, "master", master);
@@ -121,34 +122,35 @@ at::Tensor split_master(const at::Tensor& param, const at::Tensor& master, int64
   const at::Tensor params = param.detach().cpu().contiguous();
   const at::Tensor masters = master.detach().cpu().contiguous();
   const at::ScalarType dtype = low_bits == 16 ? at::kShort : at::kChar;
-  at::Tensor lows = at::empty_like(params, params.options().dtype(dtype));
+  at::Tensor residuals = at::empty_like(params, params.options().dtype(dtype));
   const auto* const from = masters.const_data_ptr<float>();
   for_format(params, low_bits == 16, [&](auto element, auto storage) {
     using Storage = decltype(storage);
-    using Low = typename decltype(element)::Low;
+    using Residual = typename decltype(element)::Residual;
     const auto* const from_param = static_cast<const Storage*>(params.const_data_ptr());
-    auto* const to = static_cast<Low*>(lows.mutable_data_ptr());
+    auto* const to = static_cast<Residual*>(residuals.mutable_data_ptr());
     at::parallel_for(0, params.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) to[i] = element.low_for(from_param[i], from[i]);
+      for (int64_t i = begin; i < end; ++i) to[i] = element.residual_for(from_param[i], from[i]);
     });
   });
-  at::Tensor low = at::empty_like(param, param.options().dtype(dtype).requires_grad(false));
-  low.copy_(lows);
-  return low_bits == 16 ? low.unsqueeze(-1).view(at::kByte) : low;
+  at::Tensor residual = at::empty_like(param, param.options().dtype(dtype).requires_grad(false));
+  residual.copy_(residuals);
+  return low_bits == 16 ? residual.unsqueeze(-1).view(at::kByte) : residual;
 }
 
-void check_is_low(const std::string& operation, const std::string& name, const at::Tensor& low,
-                  const at::Tensor& param) {
-  check_is_plain(operation, name, low);
+void check_is_residual(const std::string& operation, const std::string& name,
+                       const at::Tensor& residual, const at::Tensor& param) {
+  check_is_plain(operation, name, residual);
   std::vector<int64_t> sizes = param.sizes().vec();
-  if (low.scalar_type() == at::kByte) sizes.push_back(2);
-  TORCH_CHECK(low.scalar_type() == at::kByte || low.scalar_type() == at::kChar, operation, ": ",
-              name, " must be Float, Byte or Char, got ", low.scalar_type());
-  TORCH_CHECK(low.sizes().equals(sizes), operation, ": ", name, " must be of sizes ",
-              at::IntArrayRef(sizes), ", got ", low.sizes());
-  if (low.scalar_type() == at::kChar) return;
-  bool is_in_pairs = low.stride(-1) == 1 && low.storage_offset() % 2 == 0;
-  for (int64_t dim = 0; dim + 1 < low.dim(); ++dim) is_in_pairs &= low.stride(dim) % 2 == 0;
+  if (residual.scalar_type() == at::kByte) sizes.push_back(2);
+  TORCH_CHECK(residual.scalar_type() == at::kByte || residual.scalar_type() == at::kChar, operation,
+              ": ", name, " must be Float, Byte or Char, got ", residual.scalar_type());
+  TORCH_CHECK(residual.sizes().equals(sizes), operation, ": ", name, " must be of sizes ",
+              at::IntArrayRef(sizes), ", got ", residual.sizes());
+  if (residual.scalar_type() == at::kChar) return;
+  bool is_in_pairs = residual.stride(-1) == 1 && residual.storage_offset() % 2 == 0;
+  for (int64_t dim = 0; dim + 1 < residual.dim(); ++dim)
+    is_in_pairs &= residual.stride(dim) % 2 == 0;
   TORCH_CHECK(is_in_pairs, operation, ": ", name, " must have its last dimension in one piece");
 }
 

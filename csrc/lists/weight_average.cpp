@@ -65,7 +65,7 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
                 ", got ", master.device());
     uses.push_back({&master, false, 2, index});
     if (master.scalar_type() != at::kFloat) {
-      check_is_low(operation, master_name, master, params[i]);
+      check_is_residual(operation, master_name, master, params[i]);
       continue;
     }
     check_is_plain(operation, master_name, master);

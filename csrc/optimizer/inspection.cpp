@@ -68,9 +68,9 @@ at::Tensor decoded(const Row& row) {
     case Master::kFloat32:
       return row.master_param();
     case Master::kLow16:  // of which a state has bytes
-      return join_master(row.param().detach(), row.master_param().unsqueeze(-1).view(at::kByte));
+      return join_fp32(row.param().detach(), row.master_param().unsqueeze(-1).view(at::kByte));
     default:
-      return join_master(row.param().detach(), row.master_param());
+      return join_fp32(row.param().detach(), row.master_param());
   }
 }
 

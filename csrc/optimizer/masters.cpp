@@ -39,11 +39,11 @@ at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   const auto fp32 = masters.find(kFp32Master);
   if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
-    const auto low = masters.find(part.key);
-    if (low == masters.end()) continue;
+    const auto residual = masters.find(part.key);
+    if (residual == masters.end()) continue;
     // Every bfloat16 that a float16 can hold comes back from it.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
-    return join_master(param.detach().to(part.param), low->second.to(param.device()));
+    return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
   return {};
 }
@@ -69,7 +69,7 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
   at::Tensor decoded = decoded_master(param, masters);
   const at::Tensor upper = param.detach();
   if (key != kFp32Master) {
-    return split_master(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
+    return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
     // What is split rounds a tie away from zero. The next number rounds to its parameter.
@@ -93,7 +93,7 @@ at::Tensor existing_master(const at::Tensor& param, const Masters& masters) {
   if (is_alone && key == kFp32Master && master.scalar_type() == at::kFloat) return master;
   for (const LowerPart& part : kLowerParts) {
     if (is_alone && part.key == key && part.param == param.scalar_type()) {
-      return low_elements(master);
+      return residual_elements(master);
     }
   }
   return convert_master(param, masters, kFp32Master);
@@ -105,19 +105,19 @@ at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const 
   return same != masters.end() && is_newest ? same->second : convert_master(param, masters, key);
 }
 
-bool is_lower_part(const at::Tensor& low) { return !low.is_floating_point(); }
+bool is_residual(const at::Tensor& residual) { return !residual.is_floating_point(); }
 
-void check_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
-                      const std::string& where) {
+void check_residual_layout(const std::string& key, const at::Tensor& residual,
+                           const at::Tensor& param, const std::string& where) {
   const at::ScalarType dtype = has_two_bytes(key) ? at::kByte : at::kChar;
   std::vector<int64_t> sizes = param.sizes().vec();
   if (has_two_bytes(key)) sizes.push_back(2);
-  check_is_saved_as(dtype, sizes, low, where);
+  check_is_saved_as(dtype, sizes, residual, where);
 }
 
 bool has_two_bytes(const std::string& key) { return bits_of(key) == 16; }
 
-at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param) {
+at::Tensor empty_residual(const std::string& key, const at::Tensor& param) {
   const auto options = param.options().requires_grad(false);
   if (!has_two_bytes(key)) return at::empty_like(param, options.dtype(at::kChar));
   return at::empty_like(param, options.dtype(at::kShort)).unsqueeze(-1).view(at::kByte);

@@ -32,7 +32,7 @@ AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& ma
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
 // That which is kept, if the parameter can be stepped with it as it is, with the elements of
-// `low_elements` if it is a lower part; or one made of its parts. Undefined if there is none.
+// `residual_elements` if it is a lower part; or one made of its parts. Undefined if there is none.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
 // The master that a parameter gets of those in a file: the same bytes, if it has them. A file with
@@ -43,16 +43,16 @@ AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& mas
 
 // Whether a tensor that a file has under the key of a lower part is one: not if torch's optimizers
 // in Python have cast it to the parameter's dtype and gone on without it.
-bool is_lower_part(const at::Tensor& low);
+bool is_residual(const at::Tensor& residual);
 
 // Throws if a lower part is not of the dtype and the shape that its key says.
-void check_lower_part(const std::string& key, const at::Tensor& low, const at::Tensor& param,
-                      const std::string& where);
+void check_residual_layout(const std::string& key, const at::Tensor& residual,
+                           const at::Tensor& param, const std::string& where);
 
 // Whether it is the key of lower parts in 16 bits, which have two bytes for each element.
 AMP_EXT_API bool has_two_bytes(const std::string& key);
 
 // Memory for the lower part of a parameter, in its layout.
-AMP_EXT_API at::Tensor empty_lower_part(const std::string& key, const at::Tensor& param);
+AMP_EXT_API at::Tensor empty_residual(const std::string& key, const at::Tensor& param);
 
 }  // namespace amp_ext::optim

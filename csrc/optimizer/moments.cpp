@@ -62,10 +62,10 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
     if (format.code.empty()) return elements->second;
     if (format.code == "q8h") {
       if (!second.defined()) continue;
-      return decode_ratios(elements->second, second.to(elements->second.device(), at::kFloat));
+      return dequantize_ratios(elements->second, second.to(elements->second.device(), at::kFloat));
     }
     if (exponents == moments.end()) continue;
-    return decode_groups(elements->second, exponents->second, format.code);
+    return dequantize_blockwise(elements->second, exponents->second, format.code);
   }
   return {};
 }
@@ -92,9 +92,9 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
   }
   const at::Tensor moment = at::empty_like(param, options.dtype(at::kFloat)).copy_(number);
   if (format.code == "q8h") {
-    return {{format.key(), encode_ratios(moment, second.to(at::kFloat))}};
+    return {{format.key(), quantize_ratios(moment, second.to(at::kFloat))}};
   }
-  auto [codes, exponents] = encode_groups(moment, format.code);
+  auto [codes, exponents] = quantize_blockwise(moment, format.code);
   return {{format.key(), codes}, {format.exponents_key(), exponents}};
 }
 

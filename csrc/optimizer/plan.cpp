@@ -191,8 +191,9 @@ void Plan::set_state(int64_t index, ParamState state) {
               checks_.name_of(row, kParam), " must have up to ", kMaxBuffers, " buffers, got ",
               row.number_of_buffers);
   if (state.master_param.defined() && state.master_param.scalar_type() != at::kFloat) {
-    check_is_low(checks_.operation, checks_.name_of(row, kMaster), state.master_param, row.param());
-    state.master_param = low_elements(state.master_param);
+    check_is_residual(checks_.operation, checks_.name_of(row, kMaster), state.master_param,
+                      row.param());
+    state.master_param = residual_elements(state.master_param);
   }
   for (int i = 0; i < kMaxBuffers; ++i) {
     row.owned[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();

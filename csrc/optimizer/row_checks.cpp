@@ -9,7 +9,7 @@ namespace amp_ext {
 namespace {
 
 // The key of a lower part: "master_low_bf16", "master_low8_fp16".
-std::string low_name(const Row& row) {
+std::string residual_name(const Row& row) {
   return c10::str(row.master() == Master::kLow16 ? "master_low_" : "master_low8_",
                   row.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
 }
@@ -29,7 +29,7 @@ std::string RowChecks::code_name(const Row& row, int buffer) const {
 std::string RowChecks::name_of(const Row& row, int list) const {
   static const char* const names[] = {"param", "grad", "master_param", "step", "exponent"};
   const bool in_lists = naming == Naming::kLists;
-  const bool is_low = list == kMaster && row.has_split_master() && !in_lists;
+  const bool is_residual_key = list == kMaster && row.has_split_master() && !in_lists;
   if (list == kExponents && !in_lists) {
     int buffer = row.number_of_buffers - 1;
     while (buffer > 0 && !has_blocks(described[buffer].code)) --buffer;
@@ -38,7 +38,7 @@ std::string RowChecks::name_of(const Row& row, int list) const {
   }
   const std::string name = list >= kBuffer0 && !in_lists ? code_name(row, list - kBuffer0)
                            : list >= kBuffer0            ? buffer_names.at(list - kBuffer0)
-                           : is_low                      ? low_name(row)
+                           : is_residual_key             ? residual_name(row)
                            : in_lists                    ? std::string(names[list]) + "s"
                                                          : names[list];
   if (in_lists) return c10::str(name, "[", row.index_in_group, "]");

@@ -48,8 +48,8 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
     const SavedValue* const value = saved.find(key);
     if (value == nullptr) continue;
     if (key != std::string(kFp32Master)) {
-      const at::Tensor& low = tensor_in(*value, where(key));
-      if (is_lower_part(low)) check_lower_part(key, low, param.unsharded, where(key));
+      const at::Tensor& residual = tensor_in(*value, where(key));
+      if (is_residual(residual)) check_residual_layout(key, residual, param.unsharded, where(key));
       continue;
     }
     TORCH_CHECK_VALUE(
@@ -97,8 +97,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
     if (value == nullptr) continue;
     if (key == std::string(kFp32Master)) {
       masters[key] = copy_of(*value, param.local, at::kFloat);
-    } else if (is_lower_part(value->tensor)) {
-      masters[key] = empty_lower_part(key, param.local).copy_(value->tensor);
+    } else if (is_residual(value->tensor)) {
+      masters[key] = empty_residual(key, param.local).copy_(value->tensor);
     }
   }
   return masters;

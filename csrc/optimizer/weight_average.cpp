@@ -46,9 +46,9 @@ TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
   record.param = memory(source, dtype);
   record.param_dtype = *dtype_of(dtype);
   if (has_master && !has_fp32_master) {
-    const at::Tensor low = low_elements(weight.master);
-    record.master = low.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
-    record.master_param = memory(low, low.scalar_type());
+    const at::Tensor residual = residual_elements(weight.master);
+    record.master = residual.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
+    record.master_param = memory(residual, residual.scalar_type());
   }
   record.buffers[0] = average.mutable_data_ptr();
   record.buffer_formats[0] = format_of(*dtype_of(average));
@@ -372,9 +372,10 @@ void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
         {param, param.detach().clone(), version_of(param), weight.object, name_of(weight)});
   }
   for (const AveragedWeight& weight : weights) {
-    const at::Tensor& low = weight.master;
-    if (!low.defined() || low.scalar_type() == at::kFloat) continue;
-    replaced.push_back({low, low.clone(), version_of(low), nullptr, name_of(weight)});
+    const at::Tensor& residual = weight.master;
+    if (!residual.defined() || residual.scalar_type() == at::kFloat) continue;
+    replaced.push_back(
+        {residual, residual.clone(), version_of(residual), nullptr, name_of(weight)});
   }
   replaced_ = std::move(replaced);
   is_swapped_ = true;

@@ -206,16 +206,17 @@ void define_lists(py::module_& module) {
       release_gil(), py::arg("averages"), py::arg("params"), py::arg("counters"),
       py::arg("master_params"), py::arg("step_applied"), py::arg("first_elements"),
       py::arg("decay"), py::arg("every"), py::arg("warmup"));
-  module.def("split_master", &split_master, release_gil(), py::arg("param"), py::arg("master"),
+  module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
-  module.def("join_master", &join_master, release_gil(), py::arg("param"), py::arg("low"));
-  module.def("encode_ratios", &encode_ratios, release_gil(), py::arg("moment"),
+  module.def("join_fp32", &join_fp32, release_gil(), py::arg("param"), py::arg("residual"));
+  module.def("quantize_ratios", &quantize_ratios, release_gil(), py::arg("moment"),
              py::arg("second_moment"));
-  module.def("decode_ratios", &decode_ratios, release_gil(), py::arg("codes"),
+  module.def("dequantize_ratios", &dequantize_ratios, release_gil(), py::arg("codes"),
              py::arg("second_moment"));
-  module.def("encode_groups", &encode_groups, release_gil(), py::arg("moment"), py::arg("code"));
-  module.def("decode_groups", &decode_groups, release_gil(), py::arg("codes"), py::arg("exponents"),
+  module.def("quantize_blockwise", &quantize_blockwise, release_gil(), py::arg("moment"),
              py::arg("code"));
+  module.def("dequantize_blockwise", &dequantize_blockwise, release_gil(), py::arg("codes"),
+             py::arg("exponents"), py::arg("code"));
 }
 
 }  // namespace amp_ext::python

@@ -77,9 +77,9 @@ bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
 // The lower part of a split master: one of 16 bits has bytes in a last dimension of two, which
 // collectives move, and kernels take them as 16-bit elements.
-void check_is_low(const std::string& operation, const std::string& name, const at::Tensor& low,
-                  const at::Tensor& param);
-at::Tensor low_elements(const at::Tensor& low);
+void check_is_residual(const std::string& operation, const std::string& name,
+                       const at::Tensor& residual, const at::Tensor& param);
+at::Tensor residual_elements(const at::Tensor& residual);
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 

@@ -16,10 +16,10 @@ from harness.awkward import BF16, SHAPES, Dtypes
 from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,
-    decode_groups,
     decode_q8h,
-    encode_groups,
+    dequantize_blockwise,
     encode_q8h,
+    quantize_blockwise,
     root_of,
     root_of_q8s,
     rounded,
@@ -92,7 +92,7 @@ def encode(
         buffer = BUFFERS[operation][name]
         moments = [(each, words_of(i, buffer.dither_stride)) for i, each in enumerate(lists[name])]
         if form in ("q8m", "q8s"):
-            pairs = [encode_groups(moment, form, words) for moment, words in moments]
+            pairs = [quantize_blockwise(moment, form, words) for moment, words in moments]
             found[name] = [codes for codes, _ in pairs]
             found["exponents"] = [exponents for _, exponents in pairs]
             if form == "q8s":
@@ -116,7 +116,7 @@ def decoded(lists: Lists, operation: str, code: str) -> Lists:
     for name, form in forms_in(lists, operation, code).items():
         if form in ("q8m", "q8s"):
             pairs = list(zip(lists[name], exponents, strict=True))
-            found[name] = [decode_groups(*pair, form) for pair in pairs]
+            found[name] = [dequantize_blockwise(*pair, form) for pair in pairs]
             roots = [root_of_q8s(*pair) for pair in pairs] if form == "q8s" else roots
         elif form == "q8h":
             found[name] = [decode_q8h(*pair) for pair in zip(lists[name], roots, strict=True)]

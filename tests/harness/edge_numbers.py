@@ -115,7 +115,7 @@ def lists_of(name: str) -> Lists:
         lists = encode(lists, operation, code)
     if dtypes.master:
         pairs = list(zip(lists["params"], masters, strict=True))
-        split = [ops.split_master(*each, low_bits) for each in pairs] if low_bits else masters
+        split = [ops.split_fp32(*each, low_bits) for each in pairs] if low_bits else masters
         lists["master_params"] = split
     return lists
 

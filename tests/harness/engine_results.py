@@ -126,7 +126,7 @@ def three_steps(
         lists = encode(lists, operation, code) if code else lists
         if low_bits:
             pairs = zip(lists["params"], lists["master_params"], strict=True)
-            lists["master_params"] = [ops.split_master(*pair, low_bits) for pair in pairs]
+            lists["master_params"] = [ops.split_fp32(*pair, low_bits) for pair in pairs]
         steps = {"steps": [t.to(device) for t in lists["steps"]]} if "steps" in lists else {}
         lists = {name: half_misaligned(tensors, device) for name, tensors in lists.items()} | steps
         more = {
@@ -167,9 +167,9 @@ def all_sizes(dtype: torch.dtype, low_bits: int) -> Case:
     def case(device: torch.device) -> Lists:
         sizes = next(numbers_of_all_sizes())[::8].to(device)
         params = [torch.zeros_like(sizes, dtype=dtype)]
-        lows = [ops.split_master(params[0], params[0].float(), low_bits)] if low_bits else None
-        ops.sgd_(params, [sizes], master_params=lows, lr=-1.0, dither=True, timestep=7)
-        return {"params": params, "master_params": lows or []}
+        residuals = [ops.split_fp32(params[0], params[0].float(), low_bits)] if low_bits else None
+        ops.sgd_(params, [sizes], master_params=residuals, lr=-1.0, dither=True, timestep=7)
+        return {"params": params, "master_params": residuals or []}
 
     return case
 
@@ -179,7 +179,7 @@ def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, deca
         weights = numbers(F32, device, 0.1)
         params = [weight.to(dtype) for weight in weights]
         pairs = zip(params, weights, strict=True) if low_bits else ()
-        masters = [ops.split_master(*pair, low_bits) for pair in pairs] or None
+        masters = [ops.split_fp32(*pair, low_bits) for pair in pairs] or None
         averages = [each.to(average_dtype) for each in numbers(F32, device)]
         counters = torch.tensor([2, 2], device=device)
         for _ in range(2):

@@ -138,28 +138,30 @@ def split(
     """Float32 as the parameter and what is below it, as it is kept: 16 bits as two bytes."""
     words = None if words is None else words.view(value.shape)
     of_dtype = _split_bfloat16 if dtype == torch.bfloat16 else _split_float16
-    param, low = of_dtype(value, low_bits, words)
-    return param, low.to(torch.int8) if low_bits == 8 else low.short()[..., None].view(torch.uint8)
+    param, residual = of_dtype(value, low_bits, words)
+    return param, residual.to(torch.int8) if low_bits == 8 else residual.short()[..., None].view(
+        torch.uint8
+    )
 
 
-def join(param: Tensor, low: Tensor) -> Tensor:
+def join(param: Tensor, residual: Tensor) -> Tensor:
     """The master that ``split`` was given."""
-    low = low if low.dtype == torch.int8 else low.view(torch.int16).squeeze(-1)
-    return (_join_bfloat16 if param.dtype == torch.bfloat16 else _join_float16)(param, low)
+    residual = residual if residual.dtype == torch.int8 else residual.view(torch.int16).squeeze(-1)
+    return (_join_bfloat16 if param.dtype == torch.bfloat16 else _join_float16)(param, residual)
 
 
 def _split_bfloat16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[Tensor, Tensor]:
     """``low_bits`` is 16, which is exact, or 8, for which the upper 24 bits are kept."""
     bits = bits_of(value)
-    param, low = split_bits(bits if low_bits == 16 else drop_bits(bits, 8, words), low_bits)
+    param, residual = split_bits(bits if low_bits == 16 else drop_bits(bits, 8, words), low_bits)
     param = from_bits(torch.where(value.isnan(), 0x7FC0, param), torch.bfloat16)
-    return param, low.masked_fill(value.isnan(), 0)
+    return param, residual.masked_fill(value.isnan(), 0)
 
 
-def _join_bfloat16(param: Tensor, low: Tensor) -> Tensor:
-    low_bits = 8 * low.element_size()
+def _join_bfloat16(param: Tensor, residual: Tensor) -> Tensor:
+    low_bits = 8 * residual.element_size()
     bits = bits_of(param)
-    joined = join_bits(bits & 0x7FFF, low.long(), low_bits) << (16 - low_bits)
+    joined = join_bits(bits & 0x7FFF, residual.long(), low_bits) << (16 - low_bits)
     return from_bits(joined | (bits >> 15 << 31), torch.float32)
 
 
@@ -174,15 +176,15 @@ def split_bits(bits: Tensor, low_bits: int) -> tuple[Tensor, Tensor]:
 
     The top bit of the lower ones says both that they are a half or more and that one was added.
     """
-    low = signed(bits & ((1 << low_bits) - 1), low_bits)
-    return (bits >> low_bits) + (low < 0), low
+    residual = signed(bits & ((1 << low_bits) - 1), low_bits)
+    return (bits >> low_bits) + (residual < 0), residual
 
 
-def join_bits(magnitude: Tensor, low: Tensor, low_bits: int) -> Tensor:
+def join_bits(magnitude: Tensor, residual: Tensor, low_bits: int) -> Tensor:
     """The bits that ``split_bits`` was given, without the sign."""
-    joined = ((magnitude - (low < 0).long()) << low_bits) | (low & ((1 << low_bits) - 1))
+    joined = ((magnitude - (residual < 0).long()) << low_bits) | (residual & ((1 << low_bits) - 1))
     # Nothing is stored like that: somebody wrote a zero into the parameter, and it is one.
-    return torch.where((magnitude == 0) & (low < 0), 0, joined)
+    return torch.where((magnitude == 0) & (residual < 0), 0, joined)
 
 
 def _split_float16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,10 +198,10 @@ def _split_float16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[
     is_finite = value.isfinite()
     if low_bits == 8:
         kept = drop_bits(fine_float16(value), 5, words).clamp(max=0x7BFF7F)
-        magnitude, low = split_bits(kept, 8)
+        magnitude, residual = split_bits(kept, 8)
         param = from_bits(magnitude | (bits_of(value) >> 31 << 15), torch.float16)
         param = torch.where(is_finite, param, rounded(value, torch.float16))
-        return param, low.masked_fill(~is_finite, 0)
+        return param, residual.masked_fill(~is_finite, 0)
     saturates = is_finite & (value.abs() >= 65520)
     value = torch.where(saturates, value.sign() * 65504, value)
     param = rounded(value, torch.float16)
@@ -207,18 +209,18 @@ def _split_float16(value: Tensor, low_bits: int, words: Tensor | None) -> tuple[
     return param, (missing / last_place(param) * 2**15).round()
 
 
-def _join_float16(param: Tensor, low: Tensor) -> Tensor:
+def _join_float16(param: Tensor, residual: Tensor) -> Tensor:
     """With 16 bits -0.0 becomes 0.0."""
-    if low.dtype == torch.int16:
+    if residual.dtype == torch.int16:
         # A power of two has neighbours at half the distance below: what is nearer to one of them is
         # of another parameter, to which somebody has written this one.
-        missing = low.double() * 2**-15
+        missing = residual.double() * 2**-15
         is_power = (bits_of(param) & 0x3FF == 0) & (param.abs() > 2**-14)
         least = torch.where(is_power & (param > 0), -0.25, -1.0)
         most = torch.where(is_power & (param < 0), 0.25, 1.0)
         return (param.double() + missing.clamp(least, most) * last_place(param)).float()
     bits = bits_of(param)
-    joined = join_bits(bits & 0x7FFF, low.long(), 8)
+    joined = join_bits(bits & 0x7FFF, residual.long(), 8)
     normal = from_bits((joined << 5) + (112 << 23), torch.float32)
     magnitude = torch.where(joined < 1 << 18, joined.float() * 2**-32, normal)
     master = torch.where(bits >> 15 == 1, -magnitude, magnitude)
@@ -284,14 +286,16 @@ def decode_magnitude(code: Tensor, mantissa_bits: int) -> Tensor:
     return torch.where(code < 1 << mantissa_bits, linear, from_bits(above, torch.float32))
 
 
-def encode_groups(moment: Tensor, code: str, words: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_blockwise(
+    moment: Tensor, code: str, words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Float32 moments as codes of 8 bits, and the exponents of their groups."""
     words = None if words is None else words.view(moment.shape)
     return (_encode_q8s if code == "q8s" else _encode_q8m)(moment, words)
 
 
-def decode_groups(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
-    """The moments that ``encode_groups`` was given; a second moment is its root times itself."""
+def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
+    """Undoes ``quantize_blockwise``; a second moment is its root times itself."""
     if code == "q8s":
         return root_of_q8s(codes, exponents).square()
     sign = 1.0 - (codes.long() >> 7) * 2

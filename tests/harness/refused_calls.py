@@ -473,8 +473,8 @@ RUNTIME_ERRORS: list[Row] = [
         optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", (1.0, True))),
     ),
     (
-        "decode_groups: codes must have rows of a multiple of 32 elements, dimension 0 outermost, "
-        "got sizes [2] and strides [1]",
+        "dequantize_blockwise: codes must have rows of a multiple of 32 elements, dimension 0 "
+        "outermost, got sizes [2] and strides [1]",
         loaded_file(coded("exp_avg_sq", q8s=IN_BYTES, exp=torch.ones(2, 0).byte())),
     ),
 ]

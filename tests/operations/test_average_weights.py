@@ -55,10 +55,10 @@ def test_the_weight_of_each_average_is_that_of_its_schedule(decay, warmup, devic
 def test_a_split_master_is_averaged_decoded(dtype, low_bits, device):
     masters = drawn(device)
     params = [master.to(dtype) for master in masters]
-    lows = [ops.split_master(p, m, low_bits) for p, m in zip(params, masters, strict=True)]
-    whole = [ops.join_master(p, low) for p, low in zip(params, lows, strict=True)]
+    residuals = [ops.split_fp32(p, m, low_bits) for p, m in zip(params, masters, strict=True)]
+    whole = [ops.join_fp32(p, residual) for p, residual in zip(params, residuals, strict=True)]
     forms: list[dict[str, Any]] = [
-        {"params": params, "master_params": lows},
+        {"params": params, "master_params": residuals},
         {"params": params, "master_params": whole},
         {"params": whole},
     ]

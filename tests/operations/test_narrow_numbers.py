@@ -88,15 +88,18 @@ def stored(
         split(master, dtype, low_bits, words_of(i, SLOPES["param"]) if low_bits == 8 else None)
         for i, master in enumerate(exact["params"])
     ]
-    return found | {"params": [p for p, _ in parts], "master_params": [low for _, low in parts]}
+    return found | {
+        "params": [p for p, _ in parts],
+        "master_params": [residual for _, residual in parts],
+    }
 
 
 def starts_of(lists: Lists, code: str) -> list[int]:
     return (STARTS if code else FIRST_ELEMENTS)[: len(lists["params"])]
 
 
-def low_bits_of(low: Tensor) -> int:
-    return 8 if low.dtype == torch.int8 else 16
+def low_bits_of(residual: Tensor) -> int:
+    return 8 if residual.dtype == torch.int8 else 16
 
 
 def assert_stores_as_the_reference(
@@ -241,17 +244,17 @@ def test_what_one_step_dithers_has_odd_slopes_of_its_own(operation):
 def test_a_master_is_split_for_the_parameter_that_is_there(device, dtype, low_bits):
     master = torch.randn(1000, device=device)
     param = master.to(dtype)
-    low = ops.split_master(param, master, low_bits)
-    error = (ops.join_master(param, low) - master).abs() / master.abs()
+    residual = ops.split_fp32(param, master, low_bits)
+    error = (ops.join_fp32(param, residual) - master).abs() / master.abs()
     assert error.max().item() <= {16: 2**-24, 8: 2**-15}[low_bits]
     # A tie goes to even in torch and away from zero here: the nearest that the parameter carries.
     unit = 2.0**-7 if dtype == BF16 else 2.0**-10
     tie = torch.full((4,), 1 + unit / 2, device=device)
     down = tie.to(dtype)
     assert (down == 1).all()
-    found = ops.join_master(down, ops.split_master(down, tie, low_bits))
+    found = ops.join_fp32(down, ops.split_fp32(down, tie, low_bits))
     assert (found - tie).abs().max().item() <= unit * 2.0**-low_bits
     # A parameter that the master does not round to has been changed, and is its own master.
     other = torch.full((4,), 3.0, dtype=dtype, device=device)
-    joined = ops.join_master(other, ops.split_master(other, tie, low_bits))
+    joined = ops.join_fp32(other, ops.split_fp32(other, tie, low_bits))
     assert torch.equal(joined, other.float())

@@ -350,26 +350,36 @@ def coded(text: str, operation: Callable[..., Any], *tensors: Any) -> tuple[Any,
 
 DITHERED = {"steps": [torch.zeros(())], "dither": True}
 WRONG_CALLS = [
-    coded(f"moment must be Float {TWO_ROWS} Half", ops.encode_ratios, FLOATS.half(), FLOATS),
-    coded(f"second_moment must be Float {TWO_ROWS} D", ops.encode_ratios, FLOATS, FLOATS.double()),
-    coded(f"second_moment must be Float {TWO_ROWS} F", ops.encode_ratios, FLOATS, FLOATS[:1]),
-    coded("parse", ops.encode_ratios, FLOATS.to_sparse(), FLOATS),
-    coded(f"codes must be Char {TWO_ROWS} Byte", ops.decode_ratios, CODES, FLOATS),
-    coded(f"moment must be Float {TWO_ROWS} BF", ops.decode_ratios, RATIOS, FLOATS.bfloat16()),
-    coded(f"second_moment must be Float {TWO_ROWS} F", ops.decode_ratios, RATIOS, FLOATS.view(-1)),
-    coded("code must be 'q8s' or 'q8m', got 'q8h'", ops.encode_groups, FLOATS, "q8h"),
-    coded(f"moment must be Float {TWO_ROWS} Half", ops.encode_groups, FLOATS.half(), "q8s"),
-    coded(f"moment {ROWS_OF_GROUPS} [4, 33]", ops.encode_groups, torch.ones(4, 33), "q8s"),
-    coded(f"moment {ROWS_OF_GROUPS} [32]", ops.encode_groups, torch.ones(GROUP), "q8m"),
-    coded(f"moment {ROWS_OF_GROUPS} []", ops.encode_groups, torch.ones(()), "q8m"),
-    coded(f"moment {ROWS_OF_GROUPS} [64, 32]", ops.encode_groups, torch.ones(32, 64).t(), "q8m"),
-    coded("code must be 'q8s' or 'q8m', got ''", ops.decode_groups, CODES, EXPONENTS, ""),
-    coded(f"codes must be Byte {TWO_ROWS} Char", ops.decode_groups, RATIOS, EXPONENTS, "q8m"),
-    coded(f"codes {ROWS_OF_GROUPS} [2, 31]", ops.decode_groups, CODES[:, 1:], EXPONENTS, "q8m"),
-    coded("exponents must be Byte", ops.decode_groups, CODES, EXPONENTS.view(-1), "q8m"),
-    coded("exponents must be Byte", ops.decode_groups, CODES, EXPONENTS.char(), "q8s"),
-    coded("param must be Half or BFloat16", ops.split_master, ONES, ONES, 16),
-    coded("low_bits must be 16 or 8, got 4", ops.split_master, BF16S, ONES, 4),
+    coded(f"moment must be Float {TWO_ROWS} Half", ops.quantize_ratios, FLOATS.half(), FLOATS),
+    coded(
+        f"second_moment must be Float {TWO_ROWS} D", ops.quantize_ratios, FLOATS, FLOATS.double()
+    ),
+    coded(f"second_moment must be Float {TWO_ROWS} F", ops.quantize_ratios, FLOATS, FLOATS[:1]),
+    coded("parse", ops.quantize_ratios, FLOATS.to_sparse(), FLOATS),
+    coded(f"codes must be Char {TWO_ROWS} Byte", ops.dequantize_ratios, CODES, FLOATS),
+    coded(f"moment must be Float {TWO_ROWS} BF", ops.dequantize_ratios, RATIOS, FLOATS.bfloat16()),
+    coded(
+        f"second_moment must be Float {TWO_ROWS} F", ops.dequantize_ratios, RATIOS, FLOATS.view(-1)
+    ),
+    coded("code must be 'q8s' or 'q8m', got 'q8h'", ops.quantize_blockwise, FLOATS, "q8h"),
+    coded(f"moment must be Float {TWO_ROWS} Half", ops.quantize_blockwise, FLOATS.half(), "q8s"),
+    coded(f"moment {ROWS_OF_GROUPS} [4, 33]", ops.quantize_blockwise, torch.ones(4, 33), "q8s"),
+    coded(f"moment {ROWS_OF_GROUPS} [32]", ops.quantize_blockwise, torch.ones(GROUP), "q8m"),
+    coded(f"moment {ROWS_OF_GROUPS} []", ops.quantize_blockwise, torch.ones(()), "q8m"),
+    coded(
+        f"moment {ROWS_OF_GROUPS} [64, 32]", ops.quantize_blockwise, torch.ones(32, 64).t(), "q8m"
+    ),
+    coded("code must be 'q8s' or 'q8m', got ''", ops.dequantize_blockwise, CODES, EXPONENTS, ""),
+    coded(
+        f"codes must be Byte {TWO_ROWS} Char", ops.dequantize_blockwise, RATIOS, EXPONENTS, "q8m"
+    ),
+    coded(
+        f"codes {ROWS_OF_GROUPS} [2, 31]", ops.dequantize_blockwise, CODES[:, 1:], EXPONENTS, "q8m"
+    ),
+    coded("exponents must be Byte", ops.dequantize_blockwise, CODES, EXPONENTS.view(-1), "q8m"),
+    coded("exponents must be Byte", ops.dequantize_blockwise, CODES, EXPONENTS.char(), "q8s"),
+    coded("param must be Half or BFloat16", ops.split_fp32, ONES, ONES, 16),
+    coded("low_bits must be 16 or 8, got 4", ops.split_fp32, BF16S, ONES, 4),
     sgd(f"{KINDS} Long", BF16S, master_params=[FLAT.long()]),
     sgd(f"{KINDS} Half", BF16S, master_params=[FLAT.half()]),
     sgd(f"{A_MASTER} of sizes [3, 2], got [3]", BF16S, master_params=[FLAT]),

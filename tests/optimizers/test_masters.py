@@ -350,7 +350,7 @@ def test_every_number_that_is_written_is_followed(device, dtype):
         unit = 2.0**-7 if dtype == BF16 else 2.0**-10
         fractions = torch.linspace(-0.499, 0.499, len(values), device=device)
         near = param.detach().float() * (1 + unit * 0.65 * fractions)
-        optimizer.state[param][key].copy_(ops.split_master(param.detach(), near, 16))
+        optimizer.state[param][key].copy_(ops.split_fp32(param.detach(), near, 16))
         with torch.no_grad():
             param.copy_(values)
         step_by_zeros(optimizer)

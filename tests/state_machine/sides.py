@@ -16,8 +16,8 @@ from harness.number_codes import (
     GROUP,
     OFFSET,
     WIDEST_CODE,
-    decode_groups,
     decode_q8h,
+    dequantize_blockwise,
     join,
     root_of,
     root_of_q8s,
@@ -83,7 +83,7 @@ def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
             numbers[name.removesuffix("_q8h")] = decode_q8h(value, root)
         elif name.endswith("_q8m"):
             name = name.removesuffix("_q8m")
-            numbers[name] = decode_groups(value, state[f"{name}_exp"], "q8m")
+            numbers[name] = dequantize_blockwise(value, state[f"{name}_exp"], "q8m")
         elif name.startswith("master_low"):
             numbers["master_param"] = join(param.detach(), value)
     return numbers

@@ -57,23 +57,23 @@ AMP_EXT_API void average_weights_(const AverageLists& lists, AverageOptions opti
 // The lower part of a master whose upper part is a 16-bit parameter: of 16 bits, as bytes in a last
 // dimension of two, or of 8. Where the master does not round to the parameter, it is the
 // parameter's own.
-AMP_EXT_API at::Tensor split_master(const at::Tensor& param, const at::Tensor& master,
-                                    int64_t low_bits);
+AMP_EXT_API at::Tensor split_fp32(const at::Tensor& param, const at::Tensor& master,
+                                  int64_t low_bits);
 
 // The float32 master of which these are the parts.
-AMP_EXT_API at::Tensor join_master(const at::Tensor& param, const at::Tensor& low);
+AMP_EXT_API at::Tensor join_fp32(const at::Tensor& param, const at::Tensor& residual);
 
 // First moments in 8 bits, as ratios to the roots of second moments, rounded to nearest; all but
 // the codes are float32.
-AMP_EXT_API at::Tensor encode_ratios(const at::Tensor& moment, const at::Tensor& second_moment);
-AMP_EXT_API at::Tensor decode_ratios(const at::Tensor& codes, const at::Tensor& second_moment);
+AMP_EXT_API at::Tensor quantize_ratios(const at::Tensor& moment, const at::Tensor& second_moment);
+AMP_EXT_API at::Tensor dequantize_ratios(const at::Tensor& codes, const at::Tensor& second_moment);
 
 // Moments in 8 bits with an exponent for each block of 32 elements, rounded to nearest: second
 // moments are "q8s", momenta "q8m".
-AMP_EXT_API std::pair<at::Tensor, at::Tensor> encode_groups(const at::Tensor& moment,
-                                                            const std::string& code);
-AMP_EXT_API at::Tensor decode_groups(const at::Tensor& codes, const at::Tensor& exponents,
-                                     const std::string& code);
+AMP_EXT_API std::pair<at::Tensor, at::Tensor> quantize_blockwise(const at::Tensor& moment,
+                                                                 const std::string& code);
+AMP_EXT_API at::Tensor dequantize_blockwise(const at::Tensor& codes, const at::Tensor& exponents,
+                                            const std::string& code);
 
 // One step of the optimizer that has these hyperparameters.
 template <typename Hyperparameters>
