@@ -43,7 +43,7 @@ Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in comm
   or 8 bits, parameters without a master, second moments, small and large ratios to them, momenta in
   8 bits, and first moments of a decay of 0.99 and more.
   Asks for ``steps`` or a ``timestep``, on whose number the rounding depends.
-* ``first_elements``: Where the first element of each parameter stands in the whole of which it is a
+* ``global_offsets``: Where the first element of each parameter stands in the whole of which it is a
   part, for the dither to be that of the whole; None: each is the whole.
 * ``exponents``: For moments in 8 bits that have groups (:func:`quantize_blockwise`), uint8, one for
   each 32 elements; empty for a parameter without such. Updated in place.
@@ -346,7 +346,7 @@ def adam_(
     denominator_floor: float = 0.0,
     dither: bool = False,
     timestep: int | None = None,
-    first_elements: Sequence[int] | None = None,
+    global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
@@ -396,7 +396,7 @@ def lion_(
     skip_nonfinite: bool = False,
     dither: bool = False,
     timestep: int | None = None,
-    first_elements: Sequence[int] | None = None,
+    global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of Lion for all parameters.
@@ -441,7 +441,7 @@ def sgd_(
     skip_nonfinite: bool = False,
     dither: bool = False,
     timestep: int | None = None,
-    first_elements: Sequence[int] | None = None,
+    global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
@@ -478,7 +478,7 @@ def average_weights_(
     *,
     master_params: Sequence[Tensor] | None = None,
     step_applied: Tensor | None = None,
-    first_elements: Sequence[int] | None = None,
+    global_offsets: Sequence[int] | None = None,
     decay: float | None = 0.999,
     every: int = 1,
     warmup: bool = False,
@@ -496,7 +496,7 @@ def average_weights_(
         master_params: float32 masters of 16-bit parameters, or the lower parts of split ones: these
             are averaged. None: the parameters are.
         step_applied: One float32, or None. If it is 0, the step was skipped: nothing is written.
-        first_elements: Where the first element of each parameter stands in the whole of which it is
+        global_offsets: Where the first element of each parameter stands in the whole of which it is
             a part, for the dither; None: each is the whole.
         decay: What an average keeps of itself each time, from 0 to 1; None: all weights count the
             same.
@@ -516,7 +516,7 @@ def average_weights_(
         counters,
         master_params,
         step_applied,
-        first_elements,
+        global_offsets,
         decay,
         every,
         warmup,

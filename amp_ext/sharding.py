@@ -18,7 +18,7 @@ __all__ = [
     "all_reduce_flags",
     "check_guard",
     "check_process_group",
-    "first_element",
+    "global_offset",
     "is_dtensor",
     "is_flat",
     "is_flattened",
@@ -93,7 +93,7 @@ def laid_out_as(
     return laid_out if local_tensor(laid_out).device == local.device else laid_out.to(local.device)
 
 
-def first_element(param: Any) -> int:
+def global_offset(param: Any) -> int:
     """Returns where this rank's part of a DTensor begins, in the order of memory of the whole.
 
     That is so where the part is a stretch of the whole: sharded over dimension 0 alone, by any

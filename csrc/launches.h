@@ -38,7 +38,7 @@ struct TensorRecord {
   BufferFormat buffer_formats[kMaxBuffers] = {};
   Master master = Master::kNone;
   uint8_t dithered = 0;       // kDithersParam and kDithersBuffer0 << index of those that are
-  int64_t first_element = 0;  // the place of the first element in the whole tensor
+  int64_t global_offset = 0;  // the place of the first element in the whole tensor
 };
 
 // Numbers that are dithered where they are stored in 16 or 8 bits.

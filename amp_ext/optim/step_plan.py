@@ -11,7 +11,7 @@ from amp_ext import ops
 from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, init_states
-from amp_ext.sharding import ShardedOver, first_element, is_dtensor, local_grad, local_tensor
+from amp_ext.sharding import ShardedOver, global_offset, is_dtensor, local_grad, local_tensor
 
 __all__ = ["StepPlan"]
 
@@ -93,7 +93,7 @@ class StepPlan:
                     raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
                 partition, first = None, 0
                 if is_dtensor(param):
-                    partition, first = sharded_over.add(param, name), first_element(param)
+                    partition, first = sharded_over.add(param, name), global_offset(param)
                     dtensors.append((len(rows), param, name))
                 rows.append((group_index, index, param, partition, first))
                 placed_params.append(PlacedParam(specs[group_index], param, group_index, index))

@@ -11,7 +11,7 @@ void average_tile(const AverageStep& tensor_step, const Tile& tile) {
   constexpr bool kIsNative = Averages::template kIsNative<float>;
   const AverageStep step = tensor_step;  // in registers
   TensorRecord record = tile.record;
-  record.first_element = step.dither_place(record.first_element);
+  record.global_offset = step.dither_place(record.global_offset);
   Dither dither(record, 0);
   alignas(64) float scratch[kChunkSize];
   for (int64_t offset = tile.begin; offset < tile.end;) {

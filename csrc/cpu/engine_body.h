@@ -37,7 +37,7 @@ class Dither {
   // For a chunk from an element on.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
     if (record_.dithered == 0) return;
-    first_phase_ = fill_phases(record_.first_element + offset, count, phases_);
+    first_phase_ = fill_phases(record_.global_offset + offset, count, phases_);
   }
   AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
   AMP_EXT_INLINE Rounding of_buffer(int index, uint32_t stride) const {

@@ -352,7 +352,7 @@ void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const T
   alignas(64) uint32_t room[kChunkSize + kBesidePhases];
   for (int64_t offset = tile.begin; offset < end;) {
     const int64_t count = std::min(end - offset, kChunkSize);
-    const uint32_t* phases = fill_phases(tile.record.first_element + offset, count, room);
+    const uint32_t* phases = fill_phases(tile.record.global_offset + offset, count, room);
     for (int64_t i = 0; i < count; i += kGroupSize) {
       const int64_t first = offset + i;
       const bool asks_ahead = first + kGroupSize + Streams::kFarthest <= tile.end_ahead;

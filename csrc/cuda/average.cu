@@ -24,7 +24,7 @@ struct AveragedStreams {
 
   Weights weights;
   Averages averages;
-  int64_t first_element;  // where it stands for the dither
+  int64_t global_offset;  // where it stands for the dither
 
   // Where packs can start in [begin, end), as in a step.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
@@ -52,7 +52,7 @@ struct AveragedStreams {
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       Values<kCount>& pack = values[k];
-      const auto place = static_cast<uint64_t>(first_element + first + k * stride);
+      const auto place = static_cast<uint64_t>(global_offset + first + k * stride);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         Rounding rounding;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   Streams streams{Streams::Weights::at(table.pointers, tensor),
                   Streams::Averages::at(table.pointers + Streams::Weights::kPointers, tensor), 0};
   if constexpr (Streams::Averages::kMayDither) {
-    streams.first_element = step.dither_place(table.dither.first_element[tensor]);
+    streams.global_offset = step.dither_place(table.dither.global_offset[tensor]);
   }
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);

@@ -354,7 +354,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     };
     return record.dithered == kDithered && is_aligned(record.grad) && is_aligned(record.param) &&
            is_aligned(record.master_param) && (... && is_aligned(record.buffers[index])) &&
-           (!Streams::kMayDither || record.first_element % 8 == 0);
+           (!Streams::kMayDither || record.global_offset % 8 == 0);
   }
 
   struct Packs {
@@ -385,7 +385,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     (entry<index>(packs.buffers).load(entry<index>(streams.buffers), first), ...);
 
     const auto phase = Streams::kMayDither
-                           ? dither_phase(static_cast<uint64_t>(streams.first_element + first))
+                           ? dither_phase(static_cast<uint64_t>(streams.global_offset + first))
                            : 0u;
     Unusual unusual;
     (note_codes<index>(packs, unusual), ...);

@@ -69,7 +69,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   Grad grad;
   Param param;
   Entries<Buffer<index>...> buffers;
-  int64_t first_element;  // in the whole tensor
+  int64_t global_offset;  // in the whole tensor
   int32_t dithered;       // as in the record
 
   template <typename Table>
@@ -94,7 +94,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
                     0,
                     0};
     if constexpr (kMayDither) {
-      streams.first_element = table.dither.first_element[tensor];
+      streams.global_offset = table.dither.global_offset[tensor];
       streams.dithered = table.dither.dithered[tensor];
     }
     return streams;
@@ -229,7 +229,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   __device__ Words<kWhich, kCount> words_from(uint32_t step, int64_t first) const {
     static_assert(kCount <= 8);
     Words<kWhich, kCount> words;
-    words.place = static_cast<uint64_t>(first_element + first);
+    words.place = static_cast<uint64_t>(global_offset + first);
     words.step = step;
     words.dithered = dithered;
     if constexpr (kShares && kWhich != Dithers::kNone) {

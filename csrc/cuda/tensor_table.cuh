@@ -35,11 +35,11 @@ template <bool kMayDither, int kCapacity>
 struct DitherColumns {
   static constexpr int kBytesPerTensor = sizeof(int64_t) + sizeof(int32_t);
 
-  int64_t first_element[kCapacity];
+  int64_t global_offset[kCapacity];
   int32_t dithered[kCapacity];
 
   void add(int index, const TensorRecord& record) {
-    first_element[index] = record.first_element;
+    global_offset[index] = record.global_offset;
     dithered[index] = record.dithered;
   }
 };

@@ -58,10 +58,10 @@ struct AverageStep {
   // worse here: an average goes back and forth between two numbers, each time by a small share of
   // what lies between, and by a sequence that remembers the last time it ends up to 40 % of the way
   // off, where hashes are right in the mean. Eight neighbours still share out one unit.
-  AMP_EXT_INLINE int64_t dither_place(int64_t first_element) const {
+  AMP_EXT_INLINE int64_t dither_place(int64_t global_offset) const {
     constexpr uint64_t kStride = 0x9E3779B97F4A7C18u;      // eight times an odd number
     constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // so that places behind it are numbers
-    return static_cast<int64_t>((static_cast<uint64_t>(first_element) + number * kStride) &
+    return static_cast<int64_t>((static_cast<uint64_t>(global_offset) + number * kStride) &
                                 kPlaces);
   }
 

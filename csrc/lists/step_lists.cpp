@@ -59,9 +59,9 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   check("steps", lists.steps);
   check("master_params", lists.master_params);
   check("exponents", lists.exponents);
-  TORCH_CHECK(!lists.first_elements.has_value() || lists.first_elements->size() == params.size(),
-              operation, ": first_elements must have ", params.size(), " elements, as params, got ",
-              lists.first_elements->size());
+  TORCH_CHECK(!lists.global_offsets.has_value() || lists.global_offsets->size() == params.size(),
+              operation, ": global_offsets must have ", params.size(), " elements, as params, got ",
+              lists.global_offsets->size());
   TORCH_CHECK(!buffers.empty() || !options.needs_buffers(), operation, ": ", names.buffers.at(0),
               " must be given, got None");
   TORCH_CHECK(!lists.steps.has_value() || options.timestep == 0.0, operation,
@@ -83,10 +83,10 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
     TORCH_CHECK(params[i].device() == device, operation, ": params[", i, "] must be on ", device,
                 ", got ", params[i].device());
-    const int64_t first_element = lists.first_elements.has_value() ? (*lists.first_elements)[i] : 0;
-    TORCH_CHECK(first_element >= 0, operation, ": first_elements[", i, "] must be at least 0, got ",
-                first_element);
-    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, first_element});
+    const int64_t global_offset = lists.global_offsets.has_value() ? (*lists.global_offsets)[i] : 0;
+    TORCH_CHECK(global_offset >= 0, operation, ": global_offsets[", i, "] must be at least 0, got ",
+                global_offset);
+    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, global_offset});
   }
   Plan plan(operation, names.buffers);
   plan.register_params({}, registered);

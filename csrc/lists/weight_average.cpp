@@ -29,9 +29,9 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
   if (lists.master_params.has_value()) {
     check_length(operation, "master_params", *lists.master_params, params);
   }
-  TORCH_CHECK(!lists.first_elements.has_value() || lists.first_elements->size() == params.size(),
-              operation, ": first_elements must have ", params.size(), " numbers, got ",
-              lists.first_elements.has_value() ? lists.first_elements->size() : 0);
+  TORCH_CHECK(!lists.global_offsets.has_value() || lists.global_offsets->size() == params.size(),
+              operation, ": global_offsets must have ", params.size(), " numbers, got ",
+              lists.global_offsets.has_value() ? lists.global_offsets->size() : 0);
   std::vector<AveragedWeight> weights;
   std::vector<MemoryUse> uses;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -53,7 +53,7 @@ void average_weights_(const AverageLists& lists, AverageOptions options) {
                 averages[i].device());
     uses.push_back({&averages[i], true, 0, index});
     uses.push_back({&params[i], false, 1, index});
-    const int64_t first = lists.first_elements.has_value() ? (*lists.first_elements)[i] : 0;
+    const int64_t first = lists.global_offsets.has_value() ? (*lists.global_offsets)[i] : 0;
     weights.push_back({nullptr, params[i], {}, first, 0, index});
     if (!lists.master_params.has_value()) continue;
     const at::Tensor& master = (*lists.master_params)[i];

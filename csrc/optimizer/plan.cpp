@@ -126,7 +126,7 @@ void Plan::add_row(const Param& param) {
   row.object = param.object;
   row.is_sharded = param.partition.has_value();
   row.partition = param.partition.value_or(0);
-  row.first_element = row.record.first_element = param.first_element;
+  row.global_offset = row.record.global_offset = param.global_offset;
   const auto rounded = rounded_params_.find(row.object);
   if (rounded != rounded_params_.end()) {
     row.param_of_master = rounded->second.param;

@@ -72,7 +72,7 @@ class AMP_EXT_API Plan {
     // that `set_shard` hands over.
     std::optional<int64_t> partition = {};
     // Where the first element of a shard stands in the whole tensor: dithering depends on it.
-    int64_t first_element = 0;
+    int64_t global_offset = 0;
   };
 
   // The time in which one thread works with a plan. At its end the plan drops all references to

@@ -168,7 +168,7 @@ void Row::fill_record() {
     record.step = owned[kStep].mutable_data_ptr<float>();
   }
   record.numel = param().numel();
-  record.first_element = first_element;
+  record.global_offset = global_offset;
   record.group = static_cast<int32_t>(group);
   grad_is_current = true;
   // Other strides would not show in the fingerprint of a tensor that is not contiguous.

@@ -77,7 +77,7 @@ struct Row {
   at::Tensor refreshed_master;           // what a master becomes that its parameter has left behind
   c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
   int64_t partition = 0;
-  int64_t first_element = 0;
+  int64_t global_offset = 0;
   uint8_t low_precision = 0;  // the numbers in 16 or 8 bits, as in `dithered` of a record
   uint8_t dithers = 0;        // those among them that are always dithered, if any is
   int64_t group;

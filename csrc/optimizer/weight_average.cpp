@@ -54,7 +54,7 @@ TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
   record.buffer_formats[0] = format_of(*dtype_of(average));
   record.dithered = average.scalar_type() == at::kBFloat16 ? kDithersParam : 0;
   record.numel = average.numel();
-  record.first_element = weight.first_element;
+  record.global_offset = weight.global_offset;
   return record;
 }
 
@@ -151,7 +151,7 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
       master = refreshed_master(param, master);
     }
     weights.push_back(
-        {row.object, param, std::move(master), row.first_element, row.group, row.index_in_group});
+        {row.object, param, std::move(master), row.global_offset, row.group, row.index_in_group});
   }
   return weights;
 }

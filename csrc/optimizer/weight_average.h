@@ -24,7 +24,7 @@ struct AveragedWeight {
   const void* object;      // the identity of the parameter
   at::Tensor param;        // this rank's part of it
   at::Tensor master;       // float32, or the lower part of a split one; undefined: the parameter
-  int64_t first_element;   // where the part begins in the whole
+  int64_t global_offset;   // where the part begins in the whole
   int64_t group;           // of the parameter
   int64_t index_in_group;  // likewise
 };

@@ -52,7 +52,7 @@ StepLists take_lists(py::kwargs& arguments, const StepNames& names) {
                   {},
                   take<OptionalTensorList>(arguments, operation, "steps"),
                   take<OptionalTensorList>(arguments, operation, "master_params"),
-                  take<std::optional<std::vector<int64_t>>>(arguments, operation, "first_elements",
+                  take<std::optional<std::vector<int64_t>>>(arguments, operation, "global_offsets",
                                                             "a list of numbers"),
                   take<OptionalTensorList>(arguments, operation, "exponents")};
   for (const std::string& name : names.buffers) {
@@ -196,15 +196,15 @@ void define_lists(py::module_& module) {
       "average_weights_",
       [](TensorList averages, TensorList params, at::Tensor counters,
          OptionalTensorList master_params, OptionalTensor step_applied,
-         std::optional<std::vector<int64_t>> first_elements, std::optional<double> decay,
+         std::optional<std::vector<int64_t>> global_offsets, std::optional<double> decay,
          int64_t every, bool warmup) {
         average_weights_(
             {std::move(averages), std::move(params), std::move(counters), std::move(master_params),
-             std::move(step_applied), std::move(first_elements)},
+             std::move(step_applied), std::move(global_offsets)},
             {decay, every, warmup});
       },
       release_gil(), py::arg("averages"), py::arg("params"), py::arg("counters"),
-      py::arg("master_params"), py::arg("step_applied"), py::arg("first_elements"),
+      py::arg("master_params"), py::arg("step_applied"), py::arg("global_offsets"),
       py::arg("decay"), py::arg("every"), py::arg("warmup"));
   module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));

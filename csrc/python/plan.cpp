@@ -233,8 +233,8 @@ void register_params(
   const Plan::Lock use(mine.plan, operation);
   Groups groups = mine.groups_of(optimizer);
   std::vector<Plan::Param> params;
-  for (const auto& [group, index, param, partition, first_element] : rows) {
-    params.push_back({group, index, param.ptr(), partition, first_element});
+  for (const auto& [group, index, param, partition, global_offset] : rows) {
+    params.push_back({group, index, param.ptr(), partition, global_offset});
   }
   mine.states.clear();
   mine.state_keys = py::set();

@@ -130,7 +130,7 @@ def three_steps(
         steps = {"steps": [t.to(device) for t in lists["steps"]]} if "steps" in lists else {}
         lists = {name: half_misaligned(tensors, device) for name, tensors in lists.items()} | steps
         more = {
-            "first_elements": [index * (2**31 + GROUP) for index in range(len(shapes))]
+            "global_offsets": [index * (2**31 + GROUP) for index in range(len(shapes))]
         } | options
         for step in range(3):
             lists["grads"] = numbers(dtypes.grad, device, bad, shapes)
@@ -153,7 +153,7 @@ CLIPPED = {
 }
 # Of tensors whose parts before are of all sizes, around one of 2^32 elements.
 PARTS = SCALED | {
-    "first_elements": [
+    "global_offsets": [
         *(2**32 + offset for offset in (-5000, -7, 0, -4096)),
         *(0, 1, 7, 2**40, 9, 2**63 - 9000),
     ]

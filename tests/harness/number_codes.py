@@ -30,13 +30,13 @@ SLOPES = {
 }
 
 
-def dither_words(first_element: int, numel: int, step: int, stream: str | int) -> Tensor:
+def dither_words(global_offset: int, numel: int, step: int, stream: str | int) -> Tensor:
     """The uint32 that dither ``numel`` elements of a tensor in one step, as int64.
 
-    ``first_element`` counts in the global tensor, so that shards round as the whole would.
+    ``global_offset`` counts in the global tensor, so that shards round as the whole would.
     ``stream`` is a slope or the name of one.
     """
-    element = first_element + torch.arange(numel)
+    element = global_offset + torch.arange(numel)
     eight = element >> 3  # neighbours share a hash
     folded = (eight ^ times(eight >> 32 & LOW_32_BITS, 0x9E3779B9)) & LOW_32_BITS
     phase = times(folded, 0x9E3779B1)

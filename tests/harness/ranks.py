@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
-from amp_ext.sharding import first_element, local_tensor
+from amp_ext.sharding import global_offset, local_tensor
 from harness import HANGS
 from harness.awkward import BF16, F16, F32, F64
 from harness.guard_rules import GuardRules, norms_of_a_run
@@ -455,14 +455,14 @@ def parts_begin_where_torch_says(rank: int) -> None:
             if not param.to_local().numel():
                 continue  # it begins anywhere
             expected = offset[0] * (param.numel() // shape[0]) if shape else 0
-            assert first_element(param) == expected, (shape, placements)
+            assert global_offset(param) == expected, (shape, placements)
     values = torch.arange(12.0).view(4, 3)
     columns = distribute_tensor(values, line, [Shard(1)])
     inner = DTensor.from_local(
         values[:2].t().contiguous().t(), line, [Shard(0)], shape=torch.Size((4, 3)), stride=(1, 4)
     )
     # Parts of which each counts for itself.
-    assert first_element(columns) == first_element(inner) == 0
+    assert global_offset(columns) == global_offset(inner) == 0
 
 
 def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:

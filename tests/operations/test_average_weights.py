@@ -145,7 +145,7 @@ def test_a_part_is_dithered_as_the_whole(device):
     counters = [new_counters(device, 9, 9) for _ in range(2)]
     ops.average_weights_([whole], [weight], counters[0])
     ops.average_weights_(
-        parts, [weight[:1001], weight[1001:]], counters[1], first_elements=[0, 1001]
+        parts, [weight[:1001], weight[1001:]], counters[1], global_offsets=[0, 1001]
     )
     assert same_bits(torch.cat(parts), whole)
     assert not same_bits(whole, (weight * 0.001).bfloat16()), "it is dithered"

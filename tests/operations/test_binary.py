@@ -78,7 +78,7 @@ def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
     lists = {f"{buffer.name}s" for buffer in described.buffers}
     of_gradients = {"grad_scale", "found_inf", "max_grad_norm", "skip_nonfinite"}
     of_gradients |= {"sum_of_squares", "grad_norm"}
-    common = {"params", "grads", "steps", "master_params", "first_elements", "exponents"}
+    common = {"params", "grads", "steps", "master_params", "global_offsets", "exponents"}
     assert set(arguments) == lists | set(described.fields) | of_gradients | common
 
 

@@ -63,13 +63,13 @@ def test_a_large_tensor_has_the_bits_of_its_parts(states, device):
     numel, part = 2**22 + 3, 2**20
     whole = build("adam_", {}, [(numel,)], Dtypes(BF16, BF16, states, master=True), device)
     before = {name: tensor.clone() for name, (tensor,) in whole.items()}
-    run("adam_", whole, dither=True, first_elements=[0])
+    run("adam_", whole, dither=True, global_offsets=[0])
     for begin in range(0, numel, part):
         one = {
             name: [tensor.clone() if tensor.dim() == 0 else tensor[begin : begin + part].clone()]
             for name, tensor in before.items()
         }
-        run("adam_", one, dither=True, first_elements=[begin])
+        run("adam_", one, dither=True, global_offsets=[begin])
         for name, (tensor,) in one.items():
             expected = whole[name][0]
             assert equal(

@@ -107,7 +107,7 @@ def test_parts_of_a_tensor_are_stepped_as_the_whole(device, form):
         parts["steps"] = [whole["steps"][0].clone() for _ in rows_of_parts]
     for _ in range(3):
         form.run(whole)
-        form.run(parts, first_elements=[0, 7 * shape[1], 7 * shape[1]])
+        form.run(parts, global_offsets=[0, 7 * shape[1], 7 * shape[1]])
     for name in whole.keys() - {"steps"}:
         assert same_bits(torch.cat(parts[name]), whole[name][0]), name
 

@@ -108,7 +108,7 @@ def assert_stores_as_the_reference(
     """Takes a step, and one in float32 of whose results the reference keeps what it can."""
     device, before = lists["params"][0].device, moved(lists, "cpu")
     exact = moved(wide(before, operation, code), device)
-    run(operation, lists, **options, **limits, first_elements=starts_of(lists, code))
+    run(operation, lists, **options, **limits, global_offsets=starts_of(lists, code))
     run(operation, exact, **options | {"dither": False}, **limits)
     wanted = stored(moved(exact, "cpu"), before, operation, options, code, step)
     assert_same(moved(lists, "cpu"), wanted)

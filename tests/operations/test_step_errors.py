@@ -394,8 +394,8 @@ WRONG_CALLS = [
         momentum=0.9,
     ),
     sgd("steps[0] must be there to dither, got None", BF16S, dither=True),
-    sgd("must have 1 elements, as params, got 2", BF16S, first_elements=[0, 1], **DITHERED),
-    sgd("first_elements[0] must be at least 0, got -1", BF16S, first_elements=[-1], **DITHERED),
+    sgd("must have 1 elements, as params, got 2", BF16S, global_offsets=[0, 1], **DITHERED),
+    sgd("global_offsets[0] must be at least 0, got -1", BF16S, global_offsets=[-1], **DITHERED),
     sgd(
         "exponents[0] must be None for moments without groups, got 2",
         ONES.clone(),
@@ -417,7 +417,7 @@ WRONG_CALLS = [
     average("params[0] must be Half or BFloat16 beside a master", master_params=[ONE]),
     average(f"{A_MASTER} of", params=[ONE.half()], master_params=[ONES]),
     average(A_MASTER, params=[ONE.half()], master_params=[ONE.double()]),
-    average("first_elements must have 1 numbers, got 2", first_elements=[1, 2]),
+    average("global_offsets must have 1 numbers, got 2", global_offsets=[1, 2]),
 ]
 
 

@@ -47,7 +47,7 @@ struct AMP_EXT_API StepLists {
   OptionalTensorList master_params;  // float32, of 16-bit parameters
   // Where the first element of each parameter stands in the whole of which it is a part; None: it
   // is the whole. What is dithered depends on it.
-  std::optional<std::vector<int64_t>> first_elements;
+  std::optional<std::vector<int64_t>> global_offsets;
   OptionalTensorList exponents;  // uint8, of the blocks of moments in 8 bits; empty where are none
 };
 
@@ -67,7 +67,7 @@ struct AMP_EXT_API AverageLists {
   at::Tensor counters;               // two int64: steps that have landed, and averages taken
   OptionalTensorList master_params;  // float32, or the lower parts of split ones
   OptionalTensor step_applied;       // one float32; 0: nothing is written
-  std::optional<std::vector<int64_t>> first_elements;  // as in a step
+  std::optional<std::vector<int64_t>> global_offsets;  // as in a step
 };
 
 // What errors of a step call the operation and the lists of its buffers.
