@@ -101,11 +101,11 @@ def load_binary() -> Any:
         from amp_ext import _C
     except ImportError as error:
         was = f"It was built for {built_for}; you run {running}" if built else f"You run {running}"
-        return _BrokenBinary(f"{_told(error)}: {error}. {was}. Rebuild: {_REBUILD}", error)
+        return _BrokenBinary(f"{_warned(error)}: {error}. {was}. Rebuild: {_REBUILD}", error)
     return _C
 
 
-def _told(error: ImportError) -> str:
+def _warned(error: ImportError) -> str:
     """Returns what keeps the module from loading, as far as the loader's text tells."""
     if "libamp_ext.so: cannot open" in str(error):
         return "amp_ext's library lib/libamp_ext.so is not there"

@@ -383,15 +383,15 @@ class GradScaler(ScalerSettings):
                 checked("GradScaler.update", "new_scale", new_scale)
         elif new_scale is not None:
             new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
-        news = None
+        messages = None
         if scale.device.type in DEVICE_TYPES:
-            news = self._update_from_scans(new_scale)
-        if news is None:
+            messages = self._update_from_scans(new_scale)
+        if messages is None:
             super().update(
                 new_scale
             )  # of a device that only torch knows; or nothing looked: raises
         else:
-            self._report(*news)
+            self._report(*messages)
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
@@ -402,11 +402,11 @@ class GradScaler(ScalerSettings):
         there is to report; None if nothing was looked at, and nothing has been done.
         """
         next_states: Any = defaultdict(_refresh_per_optimizer_state)
-        news: Any = self._loss_scale.update(vars(self), new_scale, next_states)
+        messages: Any = self._loss_scale.update(vars(self), new_scale, next_states)
         scale: Any = self._scale
-        if news is not None and scale.is_cuda:
+        if messages is not None and scale.is_cuda:
             self._mark_update(scale)
-        return news
+        return messages
 
 
 # To recognise an overridden method, also one that was patched into the class.

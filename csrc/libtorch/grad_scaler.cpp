@@ -291,10 +291,10 @@ struct GradScaler::State {
     }
     TORCH_CHECK(!flags.empty() || set != nullptr || had_reset,
                 "No inf checks were recorded prior to update.");
-    const ScalerNews news = loss_scale.update(flags, set);
+    const LogMessages messages = loss_scale.update(flags, set);
     iterations.clear();
-    if (!news.skips.empty()) TORCH_WARN(news.skips);
-    if (news.scale_is_too_small) warn_of_scale(loss_scale.scale.item().toDouble());
+    if (!messages.skips.empty()) TORCH_WARN(messages.skips);
+    if (messages.scale_is_too_small) warn_of_scale(loss_scale.scale.item().toDouble());
   }
 
   static void warn_of_scale(double value) { TORCH_WARN(LossScale::warning_of(c10::str(value))); }

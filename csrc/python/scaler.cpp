@@ -238,15 +238,15 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
     set = [&, number = py::cast<double>(new_scale)] { self.scale.fill_(number); };
   }
   if (!flags.empty()) self.make_room();  // other threads may read reports
-  ScalerNews news;
+  LogMessages messages;
   {
     const py::gil_scoped_release release;
     const at::NoGradGuard no_grad;
-    news = self.update(flags, set);
+    messages = self.update(flags, set);
   }
   // Within this call: an interrupt between the two would let the scale follow twice.
   attributes["_per_optimizer_states"] = next_states;
-  return py::make_tuple(news.settled, news.skips, news.scale_is_too_small);
+  return py::make_tuple(messages.settled, messages.skips, messages.scale_is_too_small);
 }
 
 void define_loss_scale(py::module_& module) {

@@ -176,11 +176,11 @@ void LossScale::make_room() {
   }
 }
 
-ScalerNews LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
-                             const std::function<void()>& set) {
+LogMessages LossScale::update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
+                              const std::function<void()>& set) {
   if (!flags.empty()) follow(flags, /*follows=*/set == nullptr);
   if (set != nullptr) set();
-  return news();
+  return messages();
 }
 
 void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows) {
@@ -204,30 +204,30 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   for (const auto& flag : flags) record_of(flag.first).awaits_update = false;
 }
 
-ScalerNews LossScale::news() {
-  ScalerNews news;
-  if (scale.is_cpu()) news.scale_is_too_small = must_warn_of(scale.item().toDouble());
-  if (monitor_ == nullptr) return news;
+LogMessages LossScale::messages() {
+  LogMessages messages;
+  if (scale.is_cpu()) messages.scale_is_too_small = must_warn_of(scale.item().toDouble());
+  if (monitor_ == nullptr) return messages;
   const ScalerSummary report = monitor_->read();
-  if (!told_of_settling_ && report.settled_after >= 0) {
-    told_of_settling_ = true;
-    news.settled = c10::str("GradScaler: the loss scale settled at ", report.settled_scale,
-                            " after ", report.settled_after, " skipped updates");
+  if (!warned_of_settling_ && report.settled_after >= 0) {
+    warned_of_settling_ = true;
+    messages.settled = c10::str("GradScaler: the loss scale settled at ", report.settled_scale,
+                                " after ", report.settled_after, " skipped updates");
   }
   if (report.consecutive_skips < warn_after) {
-    told_of_skips_ = false;
-  } else if (!told_of_skips_) {
-    told_of_skips_ = true;
+    warned_of_skips_ = false;
+  } else if (!warned_of_skips_) {
+    warned_of_skips_ = true;
     const bool is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips;
     const std::string name = is_of_these ? name_of_nonfinite(report) : std::string();
-    news.skips =
+    messages.skips =
         c10::str("GradScaler: ", report.consecutive_skips,
                  " updates in a row were skipped, up to update ", report.updates,
                  "; the loss scale is ", report.scale, ". The first bad gradient was that of ",
                  name.empty() ? "a parameter that is not known here" : name,
                  ". Gradients that are inf or NaN at any scale come from the model or the data.");
   }
-  return news;
+  return messages;
 }
 
 bool LossScale::must_warn_of(double value) {
@@ -247,8 +247,8 @@ void LossScale::check_scales() {
   if (monitor_ == nullptr) return;
   const ScalerSummary report = monitor_->read();
   if (report.nonfinite_index != kScalesDiffer) return;
-  if (report.nonfinite_update <= told_of_different_scales_) return;
-  told_of_different_scales_ = report.nonfinite_update;
+  if (report.nonfinite_update <= warned_of_different_scales_) return;
+  warned_of_different_scales_ = report.nonfinite_update;
   TORCH_CHECK(false,
               "GradScaler: the scale must be the same on all ranks of process_group, got others; "
               "here it is ",

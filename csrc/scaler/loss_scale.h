@@ -28,7 +28,7 @@ using NameOf = std::function<std::string(int64_t index)>;
 
 // What there is to say after an update: lines for a log, empty if there is none, and whether to
 // warn of the scale.
-struct ScalerNews {
+struct LogMessages {
   std::string settled;
   std::string skips;
   bool scale_is_too_small = false;
@@ -111,8 +111,8 @@ class AMP_EXT_API LossScale {
   // Lets the scale follow the looks of an iteration, all on the device, or only counts them where
   // the caller has something that will `set` it. A flag is found_inf of an optimizer on one device.
   // Returns what to say of the last finished update. Nothing is said twice.
-  ScalerNews update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
-                    const std::function<void()>& set);
+  LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
+                     const std::function<void()>& set);
 
   // Whether to warn of this scale, whose inverse is not finite; and the words, with the scale as
   // the language writes it.
@@ -143,15 +143,15 @@ class AMP_EXT_API LossScale {
   const Record& record_of(int64_t slot) const { return records_.at(static_cast<size_t>(slot)); }
   Record& record_of(int64_t slot) { return records_.at(static_cast<size_t>(slot)); }
   void follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
-  ScalerNews news();
+  LogMessages messages();
   std::string name_of_nonfinite(const ScalerSummary& report) const;
 
   std::deque<Record> records_;  // by slot
   std::unique_ptr<ScalerMonitor> monitor_;
   at::Tensor no_overflow_;  // one float32 of 0, which nobody writes
-  bool told_of_settling_ = false;
-  bool told_of_skips_ = false;
-  int64_t told_of_different_scales_ = 0;  // the last such update
+  bool warned_of_settling_ = false;
+  bool warned_of_skips_ = false;
+  int64_t warned_of_different_scales_ = 0;  // the last such update
 };
 
 }  // namespace amp_ext
