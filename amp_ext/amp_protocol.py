@@ -19,10 +19,10 @@ __all__ = [
     "GradScan",
     "SupportsFusedUnscale",
     "check_has_groups",
-    "moved",
     "optimizer_inside",
     "sum_of_flags",
     "takes_scale",
+    "to_device",
     "unscaling_optimizer",
 ]
 
@@ -189,7 +189,7 @@ def check_has_groups(operation: str, optimizer: Any) -> None:
         )
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on a device; what is read on the CPU has arrived there."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
@@ -203,7 +203,7 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     """
     if not flags:
         return 0
-    first, *others = (moved(flag, device) for flag in flags.values())
+    first, *others = (to_device(flag, device) for flag in flags.values())
     return sum(others, first.clone())
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.amp_protocol import moved
+from amp_ext.amp_protocol import to_device
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def clip_grad_norm_(
         )
     if ours:
         for device, grads in by_device.items():
-            norm = moved(total_norm, device)
+            norm = to_device(total_norm, device)
             norm = norm if _is_float64(norm) else norm.float()
             ops.clip_grads_(grads, norm, max_norm=float(max_norm))
     else:
@@ -104,5 +104,5 @@ def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
         sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
         found_inf = torch.zeros((), dtype=torch.float32, device=device)
         ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
-        total += moved(sum_of_squares, first_device)
+        total += to_device(sum_of_squares, first_device)
     return total.sqrt()

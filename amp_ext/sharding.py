@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_ext.amp_protocol import moved
+from amp_ext.amp_protocol import to_device
 from amp_ext.nonfinite import check_params, params_of
 
 __all__ = [
@@ -227,13 +227,13 @@ class ShardedOver:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
         for flag in (found_inf, *findings):
-            values[0] = values[0] + moved(flag.reshape(()), zero.device)
+            values[0] = values[0] + to_device(flag.reshape(()), zero.device)
         for index, sum_of_squares in sums if sums_squares else ():
-            values[1 + index] = values[1 + index] + moved(sum_of_squares, zero.device)
+            values[1 + index] = values[1 + index] + to_device(sum_of_squares, zero.device)
         # Of each parameter the squares, and whether there is a gradient.
         squares = [zero.new_zeros(2, params) for _ in self._partitions] if params else []
         for index, local in squares_of_params:
-            here = moved(local, zero.device)
+            here = to_device(local, zero.device)
             has_grad = ~here.isnan()
             both = [here.where(has_grad, 0.0), has_grad.to(zero)]
             squares[index] = squares[index] + torch.stack(both)
@@ -251,7 +251,7 @@ class ShardedOver:
                 squares[index] = value.reshape(2, params)
         everywhere = values[0].clamp(max=1.0).float()
         devices = [flag.device for flag in findings] or [found_inf.device]
-        flags = {device: moved(everywhere, device) for device in devices}
+        flags = {device: to_device(everywhere, device) for device in devices}
         if not params:
             return flags, sum(values[1:], zero), None
         of_params, ranks = sum(squares, zero.new_zeros(2, params))
@@ -374,15 +374,15 @@ def all_reduce_flags(
     meeting_point = _meeting_point(scale.device, group)
     worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
     for flag in flags.values():
-        worst = torch.maximum(worst, moved(flag.reshape(()), meeting_point).to(worst))
-    largest = moved(scale.detach().reshape(()), meeting_point).to(worst)
+        worst = torch.maximum(worst, to_device(flag.reshape(()), meeting_point).to(worst))
+    largest = to_device(scale.detach().reshape(()), meeting_point).to(worst)
     packed = torch.stack([worst, largest, -largest])
     _all_reduce(packed, torch.distributed.ReduceOp.MAX, group)
     worst, largest, negative_of_least = packed.unbind()
     differ = largest != -negative_of_least
     worst = torch.maximum(worst, differ.float())
     devices = flags or [scale.device]
-    agreed = {device: moved(worst, device).clone() for device in devices}
+    agreed = {device: to_device(worst, device).clone() for device in devices}
     return agreed, differ
 
 
@@ -397,9 +397,9 @@ def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
     Raises:
         RuntimeError: If the collective fails, as when a rank has died.
     """
-    total = moved(value, _meeting_point(value.device, group)).clone()
+    total = to_device(value, _meeting_point(value.device, group)).clone()
     _all_reduce(total, torch.distributed.ReduceOp.SUM, group)
-    return moved(total, value.device)
+    return to_device(total, value.device)
 
 
 def _meeting_point(device: torch.device, group: Any) -> torch.device:

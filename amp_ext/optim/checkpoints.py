@@ -219,11 +219,11 @@ def _in_order_of_names(
         if has_names or any(map(is_flattened, group["params"])):
             loaded.pop("param_names", None)
             saved = [[] for _ in saved]
-    misplaced = ops.name_of_another_group(own, saved)
+    misplaced = ops.misplaced_param(own, saved)
     if misplaced:
         raise ValueError(f"{operation}: {misplaced}")
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
-        placed_params = ops.places_by_name(names, saved_names)
+        placed_params = ops.indices_by_name(names, saved_names)
         if placed_params:
             loaded["params"] = [loaded["params"][placed] for placed in placed_params]
     return in_order

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_ext.amp_protocol import GradScan, moved
+from amp_ext.amp_protocol import GradScan, to_device
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.saved_optimizer import SavedOptimizer
 from amp_ext.sharding import sum_over_ranks
@@ -101,7 +101,7 @@ class PlannedOptimizer(SavedOptimizer):
             device = self._first_device()
             sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
             for _, _, _, total, _ in found:
-                sum_of_squares = sum_of_squares + moved(total, device)
+                sum_of_squares = sum_of_squares + to_device(total, device)
         else:
             if found_inf is None:
                 found_inf = torch.zeros((), device=self._first_device())

@@ -246,7 +246,7 @@ class WeightAverage:
         entries = self._averaged(ours)
         target, copies_there = contents_there.tensors, contents_there.copies
         names = list(target)
-        placed_params = ops.places_by_name([*entries], names)
+        placed_params = ops.indices_by_name([*entries], names)
         if placed_params:
             names = [names[at] for at in placed_params]
             copies_there = {

@@ -32,7 +32,7 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
     """
     temporary = None
     try:
-        refusal, error, descriptor, temporary, target = ops.open_beside(os.fsencode(path))
+        refusal, error, descriptor, temporary, target = ops.open_atomic(os.fsencode(path))
         if refusal:
             raise ValueError(f"{operation}: {os.fsdecode(refusal)}")
         if error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_ext.amp_protocol import moved
+from amp_ext.amp_protocol import to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.inference_mode import outside_inference_mode
@@ -264,7 +264,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         else:
             self.scaler.step(self.optimizer)
             flags = self.scaler._found_inf_per_device(self.optimizer).values()
-            found: Any = sum(moved(flag, loss_scale.device) for flag in flags)
+            found: Any = sum(to_device(flag, loss_scale.device) for flag in flags)
             skipped = found != 0
             self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
@@ -272,7 +272,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         if self._fused is not None and self._fused.norm_guard is not None:
             applied = self._fused.step_applied
             if applied is not None:
-                skipped = skipped | moved(applied == 0, skipped.device)
+                skipped = skipped | to_device(applied == 0, skipped.device)
         self._accumulated = 0
         self._scheduler_is_due = True
         if self.scaler is None and self._guard() is None:  # nothing to wait for

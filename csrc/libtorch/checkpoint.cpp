@@ -24,7 +24,7 @@
 #include <memory>
 #include <utility>
 
-#include "files/file_beside.h"
+#include "files/atomic_file.h"
 #include "libtorch/optimizer_impl.h"
 #include "libtorch/torch_archive.h"
 #include "libtorch/values.h"
@@ -257,7 +257,7 @@ void save_state(const std::string& path, const c10::IValue& value) {
   const std::string operation = "save_state of " + path;
   const std::vector<char> bytes =
       with_errors_of(operation, [&] { return bytes_of(operation, value); });
-  const FileBeside file = with_errors_of(operation, [&] { return open_beside(path); });
+  const FileBeside file = with_errors_of(operation, [&] { return open_atomic(path); });
   TORCH_CHECK(file.refusal.empty(), "save_state: ", file.refusal);
   int error = file.error;
   if (error == 0) {

@@ -23,8 +23,8 @@
 #include "scaler/scaler_ranges.h"
 #include "tensors/autocast_cache.h"
 #include "tensors/mirrored_bytes.h"
-#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -87,7 +87,7 @@ std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
 at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
   at::Tensor sum;
   for (const at::Tensor& flag : flags) {
-    const at::Tensor here = moved(flag, device);
+    const at::Tensor here = to_device(flag, device);
     sum = sum.defined() ? sum + here : here.clone();
   }
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
@@ -346,7 +346,7 @@ at::Tensor GradScaler::scale(const at::Tensor& output) {
   state.on_loss_scaled();
   LossScale& loss_scale = state.loss_scale;
   if (!loss_scale.scale.defined()) loss_scale.make(output.device());
-  return output * moved(loss_scale.scale, output.device());
+  return output * to_device(loss_scale.scale, output.device());
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) {

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <unordered_set>
 
-#include "tensors/moved.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -89,7 +89,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
     const auto options = at::TensorOptions(entry.device);
     const at::Tensor sum_of_squares = at::zeros({}, options.dtype(at::kDouble));
     check_finite_(entry.tensors, at::zeros({}, options.dtype(at::kFloat)), {}, sum_of_squares, {});
-    const at::Tensor here = moved(sum_of_squares, devices[0].device);
+    const at::Tensor here = to_device(sum_of_squares, devices[0].device);
     total = total.defined() ? total + here : here;
   }
   const at::Tensor total_norm = total.sqrt().to(dtype);
@@ -98,7 +98,7 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
               "cannot be clipped. To disable this error and scale the gradients by the non-finite "
               "norm anyway, set `error_if_nonfinite=False`");
   for (const OnDevice& entry : devices) {
-    clip_grads_(entry.tensors, moved(total_norm, entry.device), max_norm);
+    clip_grads_(entry.tensors, to_device(total_norm, entry.device), max_norm);
   }
   return total_norm;
 }

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
-#include "tensors/moved.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext::optim {
 
@@ -192,7 +192,7 @@ Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tenso
     at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
     for (const GradScanResult& result :
          operation.plan.scan_without_recording(grad_scale, operation.shared)) {
-      flag = flag + moved(result.found_inf, flag.device());
+      flag = flag + to_device(result.found_inf, flag.device());
     }
     options.found_inf = flag;
   }

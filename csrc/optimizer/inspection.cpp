@@ -199,7 +199,8 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   const at::Device device = rows_.empty() ? at::Device(at::kCPU) : rows_.front().param().device();
   for (const GradScan& scan : scans) {
     if (!freshly_scanned || !options.found_inf.has_value()) break;
-    options.found_inf = moved(*options.found_inf, device) + moved(scan.result.found_inf, device);
+    options.found_inf =
+        to_device(*options.found_inf, device) + to_device(scan.result.found_inf, device);
   }
   if (reads_norm(options.max_grad_norm) && !options.sum_of_squares.has_value() && !scans.empty()) {
     options.sum_of_squares = sum_over_scans(scans, device);
@@ -215,7 +216,7 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
     if (row.has_grad()) trial.try_row(row, i, table, options, store, found.sums[i]);
   }
   found.skipped = trial.step_applied().defined()
-                      ? moved(trial.step_applied(), device).eq(0)
+                      ? to_device(trial.step_applied(), device).eq(0)
                       : at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
   return found;
 }

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -55,7 +55,7 @@ void NormStatistics::load(const NormSummary& summary) {
 at::Tensor NormStatistics::bytes_on(const at::Device& device) const {
   if (bytes_.device() == device) return bytes_;
   const int64_t size = sizeof(NormGuardMemory) - sizeof(NormGuardMemory::history);
-  return moved(bytes_.narrow(0, 0, size), device);
+  return to_device(bytes_.narrow(0, 0, size), device);
 }
 
 NormSummary NormStatistics::read(bool wait) const {

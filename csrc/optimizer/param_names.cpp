@@ -56,14 +56,14 @@ Names without_wrappers(const Names& names) {
   return bare;
 }
 
-std::vector<int64_t> places_by_name(const Names& own, const Names& saved) {
+std::vector<int64_t> indices_by_name(const Names& own, const Names& saved) {
   const std::vector<int64_t> places = places_of(own, saved);
   // A module of the model may be called as a wrapper is.
   return places.empty() ? places_of(without_wrappers(own), without_wrappers(saved)) : places;
 }
 
-std::string name_of_another_group(const std::vector<Names>& own, const std::vector<Names>& saved) {
-  const std::vector<int64_t> places = places_by_name(joined(own), joined(saved));
+std::string misplaced_param(const std::vector<Names>& own, const std::vector<Names>& saved) {
+  const std::vector<int64_t> places = indices_by_name(joined(own), joined(saved));
   if (places.empty()) return {};
   auto place = places.begin();
   for (size_t group = 0; group < own.size(); ++group) {

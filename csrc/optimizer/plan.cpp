@@ -375,12 +375,12 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
     for (const GradScan& scan : scans) {
       // What the last look found is in the option.
       if (!freshly_scanned) continue;
-      inputs.found_inf = inputs.found_inf.add(moved(scan.result.found_inf, device));
+      inputs.found_inf = inputs.found_inf.add(to_device(scan.result.found_inf, device));
     }
   }
   const bool reads_norm = this->reads_norm(options.max_grad_norm);
   if (reads_norm && options.sum_of_squares.has_value()) {
-    inputs.sum_of_squares = moved(*options.sum_of_squares, device).to(at::kDouble);
+    inputs.sum_of_squares = to_device(*options.sum_of_squares, device).to(at::kDouble);
   } else if (reads_norm) {
     inputs.sum_of_squares = sum_over_scans(scans, device);
   }

@@ -7,13 +7,13 @@
 
 #include <string>
 
-#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
 inline at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) {
-  return moved(scalar, device).to(at::kFloat);
+  return to_device(scalar, device).to(at::kFloat);
 }
 
 // What gradients are multiplied by that carry a scale, as the kernels compute it.

@@ -18,7 +18,7 @@ namespace {
 at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_scale) {
   const at::Tensor norm = sum_of_squares.sqrt();
   if (!grad_scale.has_value()) return norm;
-  return norm * moved(inverse_of_scale(*grad_scale), norm.device()).to(norm.scalar_type());
+  return norm * to_device(inverse_of_scale(*grad_scale), norm.device()).to(norm.scalar_type());
 }
 
 }  // namespace
@@ -27,7 +27,7 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device) {
   at::Tensor sum;
   for (const GradScan& scan : scans) {
-    const at::Tensor here = moved(scan.result.sum_of_squares, device);
+    const at::Tensor here = to_device(scan.result.sum_of_squares, device);
     sum = sum.defined() ? sum.add(here) : here;
   }
   return sum;
@@ -88,7 +88,7 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<GradSca
   const at::Device device = grad_norms_.device();
   at::Tensor squares = squares_of_params;
   for (const GradScan& scan : scans) {
-    const at::Tensor here = moved(scan.result.squares_of_params, device);
+    const at::Tensor here = to_device(scan.result.squares_of_params, device);
     squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
   }
   if (squares.defined()) {

@@ -12,8 +12,8 @@
 
 #include "optimizer/plan.h"
 #include "tensors/autocast_cache.h"
-#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -313,7 +313,7 @@ void WeightAverages::launch(const std::vector<OfDevice>& devices,
                             const at::Tensor& step_applied) {
   for (const OfDevice& one : devices) {
     const at::Tensor applied =
-        step_applied.defined() ? moved(step_applied, one.device) : step_applied;
+        step_applied.defined() ? to_device(step_applied, one.device) : step_applied;
     if (devices.size() == 1) {
       launch_average(weights, averages, options, one.counters, applied, scratch_);
       continue;

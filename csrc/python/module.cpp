@@ -9,7 +9,7 @@
 
 #include "devices/dispatch.h"
 #include "elements/numeric.h"
-#include "files/file_beside.h"
+#include "files/atomic_file.h"
 #include "optimizer/optimizer_description.h"
 #include "optimizer/param_names.h"
 
@@ -27,15 +27,15 @@ PYBIND11_MODULE(_C, module) {
   module.def("names_of_all_buffers", &optim::names_of_all_buffers);
   module.def("without_wrappers", py::overload_cast<const Names&>(&without_wrappers),
              py::arg("names"));
-  module.def("places_by_name", &places_by_name, py::arg("own"), py::arg("saved"));
-  module.def("name_of_another_group", &name_of_another_group, py::arg("own"), py::arg("saved"));
+  module.def("indices_by_name", &indices_by_name, py::arg("own"), py::arg("saved"));
+  module.def("misplaced_param", &misplaced_param, py::arg("own"), py::arg("saved"));
   module.def(
-      "open_beside",
+      "open_atomic",
       [](const std::string& path) {
         FileBeside file;
         {
           const py::gil_scoped_release release;
-          file = open_beside(path);
+          file = open_atomic(path);
         }
         // A path need not be text.
         return std::make_tuple(py::bytes(file.refusal), file.error, file.descriptor,

@@ -105,7 +105,8 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
-      is_current = mine.states.are_in(states) && mine.plan.is_for(groups->specs) && take_params();
+      is_current =
+          mine.states.unchanged_in(states) && mine.plan.is_for(groups->specs) && take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // an interrupt
     } catch (const std::exception&) {

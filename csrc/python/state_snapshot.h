@@ -44,7 +44,7 @@ class StateSnapshot {
   }
 
   // Whether they are still there, each under its key and for its parameter.
-  bool are_in(const pybind11::object& states) const {
+  bool unchanged_in(const pybind11::object& states) const {
     auto next = entries_.begin();
     visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
       if (next != entries_.end() && next->param == param && next->key.ptr() == key &&

@@ -13,8 +13,8 @@
 
 #include "devices/dispatch.h"
 #include "launches.h"
-#include "tensors/moved.h"
 #include "tensors/tensor_memory.h"
+#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -104,15 +104,15 @@ void LossScale::load(const Entry& entry) {
 
 std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
   for (size_t slot = 0; slot < records_.size(); ++slot) {
-    if (records_[slot].key == key && records_[slot].is_there()) return static_cast<int64_t>(slot);
+    if (records_[slot].key == key && records_[slot].is_alive()) return static_cast<int64_t>(slot);
   }
   return {};
 }
 
-int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of,
+int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                                  std::function<bool()> guard_has_skipped) {
   if (const auto known = find_optimizer(key)) return *known;
-  records_.push_back({key, std::move(is_there), std::move(name_of), std::move(guard_has_skipped)});
+  records_.push_back({key, std::move(is_alive), std::move(name_of), std::move(guard_has_skipped)});
   return static_cast<int64_t>(records_.size()) - 1;
 }
 
@@ -132,7 +132,7 @@ const at::Tensor& LossScale::start_iteration(int64_t slot) {
 at::Tensor LossScale::scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                            const OptionalTensor& inv_scale) {
   const at::Device device = grads.at(0).device();
-  const auto here = [&](const at::Tensor& number) { return moved(number, device); };
+  const auto here = [&](const at::Tensor& number) { return to_device(number, device); };
   const at::Tensor flag = here(found_inf.clone());
   const at::Tensor first = first_nonfinite(slot, device);
   if (inv_scale.has_value()) {
@@ -158,15 +158,15 @@ void LossScale::keep_first_nonfinites(int64_t slot,
                                       const std::vector<at::Tensor>& first_nonfinites) {
   std::vector<at::Tensor>& kept = record_of(slot).first_nonfinites;
   for (const at::Tensor& first : first_nonfinites) {
-    const auto is_there = [&](const at::Tensor& each) { return each.device() == first.device(); };
-    kept.erase(std::remove_if(kept.begin(), kept.end(), is_there), kept.end());
+    const auto is_alive = [&](const at::Tensor& each) { return each.device() == first.device(); };
+    kept.erase(std::remove_if(kept.begin(), kept.end(), is_alive), kept.end());
     kept.push_back(first);
   }
 }
 
 void LossScale::note_different_scales(int64_t slot, const at::Device& device,
                                       const at::Tensor& differ) {
-  first_nonfinite(slot, device).masked_fill_(moved(differ, device), kScalesDiffer);
+  first_nonfinite(slot, device).masked_fill_(to_device(differ, device), kScalesDiffer);
 }
 
 void LossScale::make_room() {
@@ -191,9 +191,9 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
     at::Tensor first = on_device(record_of(slot).first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
-      first = moved(first, scale.device());
+      first = to_device(first, scale.device());
     }
-    reported.push_back({moved(found_inf, scale.device()), first, slot});
+    reported.push_back({to_device(found_inf, scale.device()), first, slot});
   }
   LossScaleHyperparameters rules = hyperparameters;
   rules.dynamic = rules.dynamic && follows;

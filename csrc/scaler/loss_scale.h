@@ -79,7 +79,7 @@ class AMP_EXT_API LossScale {
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(records_.size()); }
   // A guard of its own may have skipped its last step, which is no overflow.
-  int64_t add_optimizer(const void* key, std::function<bool()> is_there, NameOf name_of,
+  int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return record_of(slot).name_of; }
 
@@ -133,7 +133,7 @@ class AMP_EXT_API LossScale {
  private:
   struct Record {
     const void* key;
-    std::function<bool()> is_there;
+    std::function<bool()> is_alive;
     NameOf name_of;
     std::function<bool()> guard_has_skipped;
     std::vector<at::Tensor> first_nonfinites = {};  // one for each device

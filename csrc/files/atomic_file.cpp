@@ -1,5 +1,5 @@
 // Opens files that are to take the place of others.
-#include "files/file_beside.h"
+#include "files/atomic_file.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -49,7 +49,7 @@ std::string random_digits() {
 
 }  // namespace
 
-FileBeside open_beside(const std::string& path) {
+FileBeside open_atomic(const std::string& path) {
   FileBeside file;
   struct stat there;
   const bool is_there = ::stat(path.c_str(), &there) == 0;

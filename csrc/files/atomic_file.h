@@ -16,6 +16,6 @@ struct FileBeside {
 
 // Opens the file that is to be renamed to `path`, or to what links at `path` end at. It has a name
 // of its own, and the mode of the file that is there or else of any new one.
-AMP_EXT_API FileBeside open_beside(const std::string& path);
+AMP_EXT_API FileBeside open_atomic(const std::string& path);
 
 }  // namespace amp_ext
