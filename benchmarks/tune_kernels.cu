@@ -101,7 +101,7 @@ struct Case {
 
 // Tensors that share out memory: a stream of it lies in one piece, so does each tensor's part.
 struct Tensors {
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
   int64_t elements = 0;
 };
 
@@ -119,32 +119,32 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
       if (bytes[i] != 0) places[i] = memory.at<char>(stream + first * bytes[i]);
       stream += sizes.tensors * padded * bytes[i];
     }
-    TensorRecord record;
-    record.grad = places[0];
-    record.param = places[1];
-    record.master_param = places[2];
+    KernelTensorArgs args;
+    args.grad = places[0];
+    args.param = places[1];
+    args.master_param = places[2];
     constexpr Master kMasters[] = {Master::kNone, Master::kLow8, Master::kLow16, Master::kNone,
                                    Master::kFloat32};
-    record.master = kMasters[bytes[2]];
-    if (bytes[2] == 1) record.dithered |= kDithersParam;
+    args.master = kMasters[bytes[2]];
+    if (bytes[2] == 1) args.dithered |= kDithersParam;
     constexpr BufferFormat kCodes[] = {BufferFormat::kRatio8, BufferFormat::kBlockwise8};
     for (int i = 0; i < 2; ++i) {
-      record.buffers[i] = places[3 + i];
-      record.buffer_formats[i] = bytes[3 + i] == 1   ? kCodes[i]
-                                 : bytes[3 + i] == 2 ? BufferFormat::kBFloat16
-                                                     : BufferFormat::kFloat32;
+      args.buffers[i] = places[3 + i];
+      args.buffer_formats[i] = bytes[3 + i] == 1   ? kCodes[i]
+                               : bytes[3 + i] == 2 ? BufferFormat::kBFloat16
+                                                   : BufferFormat::kFloat32;
       // A first moment in bfloat16 is rounded to nearest by default.
       if (bytes[3 + i] == 1 || (bytes[3 + i] == 2 && i == 1)) {
-        record.dithered |= kDithersBuffer0 << i;
+        args.dithered |= kDithersBuffer0 << i;
       }
     }
-    record.exponents = memory.at<uint8_t>(stream + first / kBlockSize);
-    record.numel = numel;
-    record.step = scratch.steps.at<float>(tensors.records.size() * sizeof(float));
-    record.group = 0;
-    record.grad_dtype = bytes[0] == 2 ? DType::kBFloat16 : DType::kFloat32;
-    record.param_dtype = record.grad_dtype;
-    tensors.records.push_back(record);
+    args.exponents = memory.at<uint8_t>(stream + first / kBlockSize);
+    args.numel = numel;
+    args.step = scratch.steps.at<float>(tensors.all_args.size() * sizeof(float));
+    args.group = 0;
+    args.grad_dtype = bytes[0] == 2 ? DType::kBFloat16 : DType::kFloat32;
+    args.param_dtype = args.grad_dtype;
+    tensors.all_args.push_back(args);
     tensors.elements += numel;
   }
   return tensors;
@@ -214,9 +214,9 @@ struct Step {
     group.decoupled_weight_decay = true;
     StepLaunch launch = {};
     launch.kernel = OptimizerKernel::kAdam2;
-    launch.records = tensors.records.data();
-    launch.count = static_cast<int64_t>(tensors.records.size());
-    const auto is_launched = std::make_unique<bool[]>(tensors.records.size());
+    launch.all_args = tensors.all_args.data();
+    launch.count = static_cast<int64_t>(tensors.all_args.size());
+    const auto is_launched = std::make_unique<bool[]>(tensors.all_args.size());
     launch.is_launched = is_launched.get();
     launch.hyperparameters = &group;
     launch.inputs.found_inf = scratch.found_inf.at<float>(0);
@@ -239,8 +239,8 @@ struct GradScan {
 
   template <typename Shape>
   static int run(const Tensors& tensors, Scratch& scratch) {
-    const GradScanLaunch launch = {tensors.records.data(),
-                                   static_cast<int64_t>(tensors.records.size()),
+    const GradScanLaunch launch = {tensors.all_args.data(),
+                                   static_cast<int64_t>(tensors.all_args.size()),
                                    scratch.grad_scale.at<float>(0),
                                    scratch.found_inf.at<float>(0),
                                    scratch.first_nonfinite.at<int64_t>(0),

@@ -22,7 +22,7 @@ namespace amp_ext {
 
 // The memory of one parameter. All of it is dense, of `numel` elements in one order. An operation
 // on gradients alone uses `grad`, `grad_dtype` and `numel`.
-struct TensorRecord {
+struct KernelTensorArgs {
   void* grad = nullptr;
   void* param = nullptr;
   void* master_param = nullptr;     // as `master` says
@@ -66,15 +66,15 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
 
 // Whether a record has the kinds of numbers that a kernel is compiled for.
 template <typename NumberFormats, int... index>
-bool has_buffers(const TensorRecord& record, std::integer_sequence<int, index...>) {
-  return (... && (record.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
+bool has_buffers(const KernelTensorArgs& args, std::integer_sequence<int, index...>) {
+  return (... && (args.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
 }
 template <typename NumberFormats>
-bool has_formats(const TensorRecord& record) {
+bool has_formats(const KernelTensorArgs& args) {
   using Param = typename NumberFormats::Param;
-  return record.grad_dtype == kDType<typename NumberFormats::Grad::Stored> &&
-         record.param_dtype == kDType<typename Param::Stored> && record.master == Param::kMaster &&
-         has_buffers<NumberFormats>(record, typename NumberFormats::Indices());
+  return args.grad_dtype == kDType<typename NumberFormats::Grad::Stored> &&
+         args.param_dtype == kDType<typename Param::Stored> && args.master == Param::kMaster &&
+         has_buffers<NumberFormats>(args, typename NumberFormats::Indices());
 }
 
 // The kinds of weights and of averages for which kernels of averages are compiled: calls
@@ -90,9 +90,9 @@ bool any_formats_of_averages(const Run& run) {
          of_weight(Split<BFloat16, 16>()) || of_weight(Split<BFloat16, 8>());
 }
 template <typename Weight, typename Average>
-bool has_formats_of_average(const TensorRecord& record) {
-  return record.param_dtype == kDType<typename Weight::Stored> &&
-         record.master == Weight::kMaster && record.buffer_formats[0] == Average::kFormat;
+bool has_formats_of_average(const KernelTensorArgs& args) {
+  return args.param_dtype == kDType<typename Weight::Stored> && args.master == Weight::kMaster &&
+         args.buffer_formats[0] == Average::kFormat;
 }
 
 // What a step reads from the device before it touches a gradient.
@@ -108,7 +108,7 @@ struct GradientInputs {
 // One optimizer step over many tensors.
 struct StepLaunch {
   OptimizerKernel kernel;
-  const TensorRecord* records;  // [count]
+  const KernelTensorArgs* all_args;  // [count]
   int64_t count;
   const void* hyperparameters;  // [groups] of Functor::Hyperparameters
   GradientInputs inputs;
@@ -123,7 +123,7 @@ struct StepLaunch {
 // One step of the averages of many weights. A record has the weight as its parameter (`param`, with
 // the lower part in `master_param` where it is split) and the average as its first buffer.
 struct AverageLaunch {
-  const TensorRecord* records;  // [count]
+  const KernelTensorArgs* all_args;  // [count]
   int64_t count;
   AverageHyperparameters hyperparameters;
   AverageCounters* counters;  // [1], advanced when all averages are written
@@ -132,7 +132,7 @@ struct AverageLaunch {
 
 // A look at gradients, which are only read.
 struct GradScanLaunch {
-  const TensorRecord* records;  // [count]
+  const KernelTensorArgs* all_args;  // [count]
   int64_t count;
   const float* grad_scale;   // [1], or null; without a finite inverse it counts as an overflow
   float* found_inf;          // [1], set to 1 if a gradient is inf or NaN, else left

@@ -10,16 +10,16 @@ void average_tile(const AverageStep& tensor_step, const Tile& tile) {
   using Averages = Numbers<AverageFormat>;
   constexpr bool kIsNative = Averages::template kIsNative<float>;
   const AverageStep step = tensor_step;  // in registers
-  TensorRecord record = tile.record;
-  record.global_offset = step.dither_place(record.global_offset);
-  Dither dither(record, 0);
+  KernelTensorArgs args = tile.args;
+  args.global_offset = step.dither_place(args.global_offset);
+  Dither dither(args, 0);
   alignas(64) float scratch[kChunkSize];
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
     int64_t count = rest / kLanes<float> * kLanes<float>;
     if (!kIsNative) count = std::min(count, kChunkSize);
-    Weights weights = Weights::at(record.param, record.master_param, offset);
-    Averages averages = Averages::at(record.buffers[0], nullptr, offset);
+    Weights weights = Weights::at(args.param, args.master_param, offset);
+    Averages averages = Averages::at(args.buffers[0], nullptr, offset);
     typename Weights::Padded last_weights;
     typename Averages::Padded last_averages;
     const bool is_tail = count == 0;
@@ -50,7 +50,7 @@ inline void average(const TileMap& tiles, const AverageStep& step, int64_t begin
     any_formats_of_averages([&](auto weight, auto average) {
       using Weight = decltype(weight);
       using Average = decltype(average);
-      if (!has_formats_of_average<Weight, Average>(tile.record)) return false;
+      if (!has_formats_of_average<Weight, Average>(tile.args)) return false;
       average_tile<Weight, Average>(step, tile);
       return true;
     });

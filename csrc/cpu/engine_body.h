@@ -32,12 +32,12 @@ constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int6
 // How the numbers of one tensor are dithered at one step.
 class Dither {
  public:
-  Dither(const TensorRecord& record, uint32_t step) : record_(record), step_(step) {}
+  Dither(const KernelTensorArgs& args, uint32_t step) : args_(args), step_(step) {}
 
   // For a chunk from an element on.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
-    if (record_.dithered == 0) return;
-    first_phase_ = fill_phases(record_.global_offset + offset, count, phases_);
+    if (args_.dithered == 0) return;
+    first_phase_ = fill_phases(args_.global_offset + offset, count, phases_);
   }
   AMP_EXT_INLINE Rounding of_param() const { return of(kDithersParam, kParamStride); }
   AMP_EXT_INLINE Rounding of_buffer(int index, uint32_t stride) const {
@@ -46,11 +46,11 @@ class Dither {
 
  private:
   AMP_EXT_INLINE Rounding of(int bit, uint32_t stride) const {
-    if ((record_.dithered & bit) == 0) return {};
+    if ((args_.dithered & bit) == 0) return {};
     return {first_phase_, step_ * stride};
   }
 
-  const TensorRecord& record_;
+  const KernelTensorArgs& args_;
   uint32_t step_;
   alignas(64) uint32_t phases_[kChunkSize + kBesidePhases];
   const uint32_t* first_phase_ = nullptr;
@@ -87,10 +87,10 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   Param param;
   Entries<Buffer<index>...> buffers;
 
-  AMP_EXT_INLINE static Streams at(const TensorRecord& record, int64_t offset) {
-    return {Grad::at(record.grad, nullptr, offset),
-            Param::at(record.param, record.master_param, offset),
-            {{Buffer<index>::at(record.buffers[index], record.exponents, offset)}...}};
+  AMP_EXT_INLINE static Streams at(const KernelTensorArgs& args, int64_t offset) {
+    return {Grad::at(args.grad, nullptr, offset),
+            Param::at(args.param, args.master_param, offset),
+            {{Buffer<index>::at(args.buffers[index], args.exponents, offset)}...}};
   }
 
   template <typename V>
@@ -245,10 +245,10 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
 template <typename Streams, typename Functor, typename T>
 void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Tile& tile) {
   const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
-  Dither dither(tile.record, constants.step);
+  Dither dither(tile.args, constants.step);
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
-    Streams streams = Streams::at(tile.record, offset);
+    Streams streams = Streams::at(tile.args, offset);
     int64_t count = rest / kLanes<T> * kLanes<T>;
     if (!Streams::kIsNative) count = std::min(count, kChunkSize);
     Tail<Streams> tail;
@@ -281,9 +281,9 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
       return false;
     } else {
       using NumberFormats = FormatsOf<Combination, Hyperparameters, kBuffers>;
-      if (!has_formats<NumberFormats>(tile.record)) return false;
+      if (!has_formats<NumberFormats>(tile.args)) return false;
       if constexpr (kHasFastPath<Functor, NumberFormats>) {
-        if (is_usual && has_usual_dither<NumberFormats>(tile.record)) {
+        if (is_usual && has_usual_dither<NumberFormats>(tile.args)) {
           fast_step_tile_of<Streams<NumberFormats>>(constants, tile);
           return true;
         }
@@ -306,12 +306,12 @@ class ConstantsCache {
             static_cast<const typename Functor<T>::Hyperparameters*>(launch.hyperparameters)),
         factor_(factor) {}
 
-  const Constants& of(const TensorRecord& record) {
-    const float step = record.step == nullptr ? -1.0f : *record.step;
-    if (record.group != group_ || step != step_) {
-      group_ = record.group;
+  const Constants& of(const KernelTensorArgs& args) {
+    const float step = args.step == nullptr ? -1.0f : *args.step;
+    if (args.group != group_ || step != step_) {
+      group_ = args.group;
       step_ = step;
-      constants_ = Constants::make(hyperparameters_[group_], record.step, factor_);
+      constants_ = Constants::make(hyperparameters_[group_], args.step, factor_);
       is_usual_ = !factor_.skip_nonfinite && Functor<T>::has_fast_path(hyperparameters_[group_]);
     }
     return constants_;
@@ -334,13 +334,13 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const StepDecisio
   ConstantsCache<Functor, float> in_float(launch, factor);
   ConstantsCache<Functor, double> in_double(launch, factor);
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
-    for_dtype(tile.record.param_dtype, [&](auto element) {
+    for_dtype(tile.args.param_dtype, [&](auto element) {
       using Param = decltype(element);
       using All = typename CombinationsFor<Param>::Type;
       if constexpr (std::is_same_v<Param, double>) {
-        step_tile_among<kBuffers>(All(), in_double.of(tile.record), false, tile);
+        step_tile_among<kBuffers>(All(), in_double.of(tile.args), false, tile);
       } else {
-        const auto& constants = in_float.of(tile.record);
+        const auto& constants = in_float.of(tile.args);
         step_tile_among<kBuffers>(All(), constants, in_float.is_usual(), tile);
       }
     });
@@ -515,8 +515,8 @@ double sum_of_finite_squares(const Storage* elements, int64_t count) {
 // the first of them on.
 template <typename Visit>
 AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
-  for_dtype(tile.record.grad_dtype, [&](auto element) {
-    visit(static_cast<decltype(element)*>(tile.record.grad) + tile.begin, tile.end - tile.begin,
+  for_dtype(tile.args.grad_dtype, [&](auto element) {
+    visit(static_cast<decltype(element)*>(tile.args.grad) + tile.begin, tile.end - tile.begin,
           tile.end_ahead - tile.begin);
   });
 }
@@ -533,7 +533,7 @@ inline int64_t scan(const TileMap& tiles, double* sums, bool skip_nonfinite, int
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;
-      first = std::min<int64_t>(first, tile.record.group);
+      first = std::min<int64_t>(first, tile.args.group);
       if (sums != nullptr && skip_nonfinite)
         sums[tile.index_of_tile] = sum_of_finite_squares(grad, count);
     });
@@ -587,7 +587,7 @@ inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
     with_grad(tile, [&](auto* grad, int64_t count, int64_t /*rest*/) {
       if (multiply_elements(grad, count, factor)) {
-        first = std::min<int64_t>(first, tile.record.group);
+        first = std::min<int64_t>(first, tile.args.group);
       }
     });
   });

@@ -26,7 +26,7 @@ inline constexpr bool kMayDither<Ratio> = true;
 template <>
 inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
 
-// The bits of TensorRecord::dithered that matter to a kernel.
+// The bits of KernelTensorArgs::dithered that matter to a kernel.
 template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
     (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
@@ -42,8 +42,8 @@ constexpr int usual_dither() {
   return kMayDitherAmong<NumberFormats> & (dithered_numbers(defaults) | codes);
 }
 template <typename NumberFormats>
-bool has_usual_dither(const TensorRecord& record) {
-  return (record.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
+bool has_usual_dither(const KernelTensorArgs& args) {
+  return (args.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
 }
 
 // True if a functor has a fast path for these numbers. With float32 moments it would save nothing.
@@ -344,15 +344,15 @@ void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const T
   const FastConstants<Functor> fast = {constants.update.usual(),
                                        constants.grad_factor * constants.direction, constants.step};
   const auto step_generally = [&](int64_t begin, int64_t end) {
-    step_tile_of<Streams>(
-        constants, {tile.record, tile.index, tile.index_of_tile, begin, end, tile.end_ahead});
+    step_tile_of<Streams>(constants,
+                          {tile.args, tile.index, tile.index_of_tile, begin, end, tile.end_ahead});
   };
-  const Streams streams = Streams::at(tile.record, 0);
+  const Streams streams = Streams::at(tile.args, 0);
   const int64_t end = tile.begin + (tile.end - tile.begin) / kGroupSize * kGroupSize;
   alignas(64) uint32_t room[kChunkSize + kBesidePhases];
   for (int64_t offset = tile.begin; offset < end;) {
     const int64_t count = std::min(end - offset, kChunkSize);
-    const uint32_t* phases = fill_phases(tile.record.global_offset + offset, count, room);
+    const uint32_t* phases = fill_phases(tile.args.global_offset + offset, count, room);
     for (int64_t i = 0; i < count; i += kGroupSize) {
       const int64_t first = offset + i;
       const bool asks_ahead = first + kGroupSize + Streams::kFarthest <= tile.end_ahead;

@@ -37,19 +37,19 @@ void Launcher::step(const StepLaunch& launch) const {
   if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
   if (launch.step_applied != nullptr) *launch.step_applied = factor.step_applied();
   if (factor.skip) return;
-  const TileMap tiles = tiles_of(launch.records, launch.count);
+  const TileMap tiles = tiles_of(launch.all_args, launch.count);
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine_.step(launch, tiles, factor, begin, end);
     return kNoTensor;
   });
   for (int64_t i = 0; i < launch.count; ++i) {
-    float* const step = launch.records[i].step;
+    float* const step = launch.all_args[i].step;
     if (step != nullptr) *step = next_counter(*step);
   }
 }
 
 void Launcher::scan(const GradScanLaunch& launch) const {
-  const TileMap tiles = tiles_of(launch.records, launch.count);
+  const TileMap tiles = tiles_of(launch.all_args, launch.count);
   std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
   double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
   const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
@@ -60,7 +60,7 @@ void Launcher::scan(const GradScanLaunch& launch) const {
   for (int64_t i = 0; launch.squares_of_tensors != nullptr && i < launch.count; ++i) {
     const double sum = std::accumulate(sums.begin() + tiles.tiles_before(i),
                                        sums.begin() + tiles.tiles_before(i + 1), 0.0);
-    launch.squares_of_tensors[launch.records[i].group] = squares_of_tensor(sum);
+    launch.squares_of_tensors[launch.all_args[i].group] = squares_of_tensor(sum);
   }
   if (first != kNoTensor || StepDecision::read({launch.grad_scale}).skip) {
     *launch.found_inf = 1.0f;
@@ -68,10 +68,10 @@ void Launcher::scan(const GradScanLaunch& launch) const {
   lower(launch.first_nonfinite, first);
 }
 
-void Launcher::multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
+void Launcher::multiply(const std::vector<KernelTensorArgs>& all_args, const MultiplyInputs& inputs,
                         float* found_inf, int64_t* first_nonfinite) const {
   const float factor = inputs.factor();
-  const TileMap tiles = tiles_of(records.data(), records.size());
+  const TileMap tiles = tiles_of(all_args.data(), all_args.size());
   int64_t first = kNoTensor;
   if (factor != 1.0f) {
     first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
@@ -86,9 +86,10 @@ void Launcher::multiply(const std::vector<TensorRecord>& records, const Multiply
   lower(first_nonfinite, first);
 }
 
-void Launcher::count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const {
-  const TileMap tiles = tiles_of(records.data(), records.size());
-  std::vector<std::atomic<int64_t>> found(records.size());
+void Launcher::count_nonfinite(const std::vector<KernelTensorArgs>& all_args,
+                               int64_t* counts) const {
+  const TileMap tiles = tiles_of(all_args.data(), all_args.size());
+  std::vector<std::atomic<int64_t>> found(all_args.size());
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     engine_.count_nonfinite(tiles, found.data(), begin, end);
     return kNoTensor;
@@ -100,7 +101,7 @@ void Launcher::average(const AverageLaunch& launch) const {
   const bool step_applied = launch.step_applied == nullptr || *launch.step_applied != 0.0f;
   const AverageStep step = AverageStep::of(launch.hyperparameters, *launch.counters, step_applied);
   if (step.is_taken) {
-    const TileMap tiles = tiles_of(launch.records, launch.count);
+    const TileMap tiles = tiles_of(launch.all_args, launch.count);
     least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
       engine_.average(tiles, step, begin, end);
       return kNoTensor;

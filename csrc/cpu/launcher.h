@@ -24,15 +24,15 @@ class Launcher {
 
   void step(const StepLaunch& launch) const;
   void scan(const GradScanLaunch& launch) const;
-  void multiply(const std::vector<TensorRecord>& records, const MultiplyInputs& inputs,
+  void multiply(const std::vector<KernelTensorArgs>& all_args, const MultiplyInputs& inputs,
                 float* found_inf, int64_t* first_nonfinite) const;
-  void count_nonfinite(const std::vector<TensorRecord>& records, int64_t* counts) const;
+  void count_nonfinite(const std::vector<KernelTensorArgs>& all_args, int64_t* counts) const;
   void average(const AverageLaunch& launch) const;
   static void update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags);
 
  private:
-  TileMap tiles_of(const TensorRecord* records, size_t count) const {
-    return {records, static_cast<int64_t>(count), asks_ahead_};
+  TileMap tiles_of(const KernelTensorArgs* all_args, size_t count) const {
+    return {all_args, static_cast<int64_t>(count), asks_ahead_};
   }
   // One parallel region over the tiles of all tensors. Returns the least of work()'s results.
   template <typename Work>

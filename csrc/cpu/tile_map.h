@@ -14,7 +14,7 @@ inline constexpr int64_t kTileSize = 8192;
 
 // Elements [begin, end) of one tensor.
 struct Tile {
-  const TensorRecord& record;
+  const KernelTensorArgs& args;
   int64_t index;          // of the record
   int64_t index_of_tile;  // among all tiles
   int64_t begin;
@@ -28,11 +28,11 @@ struct Tile {
 class TileMap {
  public:
   // Without `asks_ahead` no element of a tile may be asked for before it is needed.
-  TileMap(const TensorRecord* records, int64_t count, bool asks_ahead = true)
-      : records_(records), asks_ahead_(asks_ahead), starts_(count + 1), first_tiles_(count + 1) {
+  TileMap(const KernelTensorArgs* all_args, int64_t count, bool asks_ahead = true)
+      : all_args_(all_args), asks_ahead_(asks_ahead), starts_(count + 1), first_tiles_(count + 1) {
     for (int64_t i = 0; i < count; ++i) {
-      starts_[i + 1] = starts_[i] + kOverhead + records[i].numel;
-      first_tiles_[i + 1] = first_tiles_[i] + (records[i].numel + kTileSize - 1) / kTileSize;
+      starts_[i + 1] = starts_[i] + kOverhead + all_args[i].numel;
+      first_tiles_[i + 1] = first_tiles_[i] + (all_args[i].numel + kTileSize - 1) / kTileSize;
     }
   }
 
@@ -46,14 +46,14 @@ class TileMap {
   void for_each_tile(int64_t begin, int64_t end, Visit&& visit) const {
     int64_t index = std::upper_bound(starts_.begin(), starts_.end(), begin) - starts_.begin() - 1;
     for (; index + 1 < static_cast<int64_t>(starts_.size()) && starts_[index] < end; ++index) {
-      const TensorRecord& record = records_[index];
+      const KernelTensorArgs& args = all_args_[index];
       const int64_t skipped = std::max<int64_t>(begin - starts_[index], 0);
-      int64_t in_record = (skipped + kTileSize - 1) / kTileSize;
-      for (; in_record * kTileSize < record.numel && starts_[index] + in_record * kTileSize < end;
-           ++in_record) {
-        visit(Tile{record, index, first_tiles_[index] + in_record, in_record * kTileSize,
-                   std::min((in_record + 1) * kTileSize, record.numel),
-                   asks_ahead_ ? record.numel : 0});
+      int64_t in_tensor = (skipped + kTileSize - 1) / kTileSize;
+      for (; in_tensor * kTileSize < args.numel && starts_[index] + in_tensor * kTileSize < end;
+           ++in_tensor) {
+        visit(Tile{args, index, first_tiles_[index] + in_tensor, in_tensor * kTileSize,
+                   std::min((in_tensor + 1) * kTileSize, args.numel),
+                   asks_ahead_ ? args.numel : 0});
       }
     }
   }
@@ -61,7 +61,7 @@ class TileMap {
  private:
   static constexpr int64_t kOverhead = 64;
 
-  const TensorRecord* records_;  // [count]
+  const KernelTensorArgs* all_args_;  // [count]
   bool asks_ahead_;
   std::vector<int64_t> starts_;       // [count + 1], on the axis of cost
   std::vector<int64_t> first_tiles_;  // [count + 1], indices of tiles

@@ -135,18 +135,18 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
     return error;
   };
   int64_t elements = 0;
-  for (int64_t i = 0; i < launch_of_all.count; ++i) elements += launch_of_all.records[i].numel;
+  for (int64_t i = 0; i < launch_of_all.count; ++i) elements += launch_of_all.all_args[i].numel;
   table.clear(Shape::tile_size_of(elements));
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
-    const TensorRecord& record = launch_of_all.records[i];
-    if (!has_formats(record)) continue;
+    const KernelTensorArgs& args = launch_of_all.all_args[i];
+    if (!has_formats(args)) continue;
     if (table.is_full()) {
       if (const int error = flush()) return error;
     }
-    const int index = table.add(record, 0);
-    table.pointers[0][index] = record.param;
-    if (Streams::Weights::kPointers > 1) table.pointers[1][index] = record.master_param;
-    table.pointers[Streams::Weights::kPointers][index] = record.buffers[0];
+    const int index = table.add(args, 0);
+    table.pointers[0][index] = args.param;
+    if (Streams::Weights::kPointers > 1) table.pointers[1][index] = args.master_param;
+    table.pointers[Streams::Weights::kPointers][index] = args.buffers[0];
   }
   return table.count > 0 ? flush() : 0;
 }
@@ -155,9 +155,9 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
 
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
   if (launch.count == 0) {  // a step counts, also of no tensors
-    const TensorRecord empty;
+    const KernelTensorArgs empty;
     AverageLaunch of_empty = launch;
-    of_empty.records = &empty;
+    of_empty.all_args = &empty;
     of_empty.count = 1;
     return average(of_empty, block_counter, stream);
   }

@@ -106,12 +106,12 @@ int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream) {
   return launch(end_guarded_step_kernel, 1, 1, stream, inputs);
 }
 
-int64_t number_of_tiles(const TensorRecord* records, int64_t count) {
+int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count) {
   int64_t tiles = 1;  // a launch has a block at least
   for (int64_t i = 0; i < count; ++i) {
-    for_dtype(records[i].grad_dtype, [&](auto element) {
+    for_dtype(all_args[i].grad_dtype, [&](auto element) {
       constexpr int kSize = GradientShape<decltype(element)>::kTileSize;
-      tiles += (records[i].numel + kSize - 1) / kSize;
+      tiles += (all_args[i].numel + kSize - 1) / kSize;
     });
   }
   return tiles;
@@ -124,7 +124,7 @@ int scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch, cudaStr
   });
 }
 
-int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
+int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream) {
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
@@ -133,12 +133,12 @@ int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& i
     MultiplyArguments<Table> arguments;
     arguments.inputs = inputs;
     arguments.outputs = {found_inf, first_nonfinite};
-    return launch_gradients<Storage, Shape>(multiply_kernel<Storage, Table, Shape>, records, count,
+    return launch_gradients<Storage, Shape>(multiply_kernel<Storage, Table, Shape>, all_args, count,
                                             arguments, stream, is_launched);
   });
 }
 
-int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
+int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream) {
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
@@ -146,7 +146,7 @@ int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
     using Table = GradientTable<Shape>;
     CountArguments<Table> arguments;
     arguments.counts = reinterpret_cast<unsigned long long*>(counts);
-    return launch_gradients<Storage, Shape>(count_kernel<Storage, Table, Shape>, records, count,
+    return launch_gradients<Storage, Shape>(count_kernel<Storage, Table, Shape>, all_args, count,
                                             arguments, stream);
   });
 }

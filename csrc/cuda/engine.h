@@ -31,7 +31,7 @@ struct SumScratch {
 };
 
 // Tiles of all gradients together.
-int64_t number_of_tiles(const TensorRecord* records, int64_t count);
+int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count);
 
 // One launch for each dtype. Sums are taken in a fixed order.
 int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t stream);
@@ -39,11 +39,11 @@ int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t s
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
 // null) as in a look, for the gradients before and for the factor. One launch for each dtype, which
 // sets is_launched[count], all false before, for its gradients.
-int multiply(const TensorRecord* records, int64_t count, const MultiplyInputs& inputs,
+int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 
 // Adds the number of infs and NaNs of each gradient to counts[count].
-int count_nonfinite(const TensorRecord* records, int64_t count, int64_t* counts,
+int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
 // Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to

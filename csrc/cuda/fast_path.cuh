@@ -348,13 +348,13 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));
 
   // Whether a tensor's numbers lie and are rounded as the fast path takes them.
-  static bool takes(const TensorRecord& record) {
+  static bool takes(const KernelTensorArgs& args) {
     const auto is_aligned = [](const void* memory) {
       return reinterpret_cast<uintptr_t>(memory) % 16 == 0;
     };
-    return record.dithered == kDithered && is_aligned(record.grad) && is_aligned(record.param) &&
-           is_aligned(record.master_param) && (... && is_aligned(record.buffers[index])) &&
-           (!Streams::kMayDither || record.global_offset % 8 == 0);
+    return args.dithered == kDithered && is_aligned(args.grad) && is_aligned(args.param) &&
+           is_aligned(args.master_param) && (... && is_aligned(args.buffers[index])) &&
+           (!Streams::kMayDither || args.global_offset % 8 == 0);
   }
 
   struct Packs {

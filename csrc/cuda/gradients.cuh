@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
 // of `arguments` but its table is set. Sets is_launched[count], unless null, as a StepLaunch does.
 template <typename Storage, typename Shape, typename Kernel, typename Arguments>
-int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
+int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   auto& table = arguments.table;
@@ -294,12 +294,12 @@ int launch_gradients(Kernel kernel, const TensorRecord* records, int64_t count,
   };
   table.clear(Shape::kTileSize);
   for (int64_t i = 0; i < count; ++i) {
-    if (records[i].grad_dtype != kDType<Storage>) continue;
+    if (all_args[i].grad_dtype != kDType<Storage>) continue;
     if (table.is_full()) {
       if (const int error = flush()) return error;
     }
     in_table[table.count] = i;
-    table.pointers[0][table.add(records[i], records[i].group)] = records[i].grad;
+    table.pointers[0][table.add(all_args[i], all_args[i].group)] = all_args[i].grad;
   }
   return table.count > 0 ? flush() : 0;
 }
@@ -319,7 +319,7 @@ int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
   const auto kernel = launch_of_all.sum_of_squares != nullptr
                           ? scan_kernel<Storage, Table, Shape, true>
                           : scan_kernel<Storage, Table, Shape, false>;
-  return launch_gradients<Storage, Shape>(kernel, launch_of_all.records, launch_of_all.count,
+  return launch_gradients<Storage, Shape>(kernel, launch_of_all.all_args, launch_of_all.count,
                                           arguments, stream);
 }
 

@@ -73,16 +73,16 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   int32_t dithered;       // as in the record
 
   template <typename Table>
-  static void add(Table& table, const TensorRecord& record, int32_t group) {
-    const int tensor = table.add(record, group);
+  static void add(Table& table, const KernelTensorArgs& args, int32_t group) {
+    const int tensor = table.add(args, group);
     int pointer = 0;
-    table.pointers[pointer++][tensor] = record.grad;
-    table.pointers[pointer++][tensor] = record.param;
-    if (Param::kPointers > 1) table.pointers[pointer++][tensor] = record.master_param;
+    table.pointers[pointer++][tensor] = args.grad;
+    table.pointers[pointer++][tensor] = args.param;
+    if (Param::kPointers > 1) table.pointers[pointer++][tensor] = args.master_param;
     constexpr int kPointersOf[] = {Buffer<index>::kPointers..., 0};
     for (int i = 0; i < NumberFormats::kBuffers; ++i) {
-      table.pointers[pointer++][tensor] = record.buffers[i];
-      if (kPointersOf[i] > 1) table.pointers[pointer++][tensor] = record.exponents;
+      table.pointers[pointer++][tensor] = args.buffers[i];
+      if (kPointersOf[i] > 1) table.pointers[pointer++][tensor] = args.exponents;
     }
   }
 
@@ -495,32 +495,32 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   clear();
   int32_t last_group = -1;
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
-    const TensorRecord& record = launch_of_all.records[i];
-    if (!has_formats<typename Streams::NumberFormats>(record)) continue;
+    const KernelTensorArgs& args = launch_of_all.all_args[i];
+    if (!has_formats<typename Streams::NumberFormats>(args)) continue;
     ++had;
     if constexpr (kFast) {
-      if (!Functor::has_fast_path(hyperparameters[record.group])) continue;
-      if (!FastPath<Functor, Streams>::takes(record)) continue;
+      if (!Functor::has_fast_path(hyperparameters[args.group])) continue;
+      if (!FastPath<Functor, Streams>::takes(args)) continue;
     } else if (launch_of_all.is_launched[i]) {
       continue;
     }
     if (tile_size == 0) {
       int64_t elements = 0;  // of other kinds too, which are rarely there
-      for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.records[k].numel;
+      for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.all_args[k].numel;
       tile_size = Shape::tile_size_of(elements);
       clear();
     }
-    const bool new_group = arguments.number_of_groups == 0 || record.group != last_group;
+    const bool new_group = arguments.number_of_groups == 0 || args.group != last_group;
     if (arguments.table.is_full() || (new_group && arguments.number_of_groups == kMaxGroups)) {
       if (const int error = flush()) return error;
     }
-    if (arguments.number_of_groups == 0 || record.group != last_group) {
-      arguments.groups[arguments.number_of_groups++] = hyperparameters[record.group];
-      last_group = record.group;
+    if (arguments.number_of_groups == 0 || args.group != last_group) {
+      arguments.groups[arguments.number_of_groups++] = hyperparameters[args.group];
+      last_group = args.group;
     }
     in_table[arguments.table.count] = i;
-    Streams::add(arguments.table, record, arguments.number_of_groups - 1);
-    if (record.step != nullptr) arguments.block_counter = block_counter;
+    Streams::add(arguments.table, args, arguments.number_of_groups - 1);
+    if (args.step != nullptr) arguments.block_counter = block_counter;
     ++launched;
   }
   return arguments.table.count > 0 ? flush() : 0;

@@ -38,15 +38,15 @@ struct DitherColumns {
   int64_t global_offset[kCapacity];
   int32_t dithered[kCapacity];
 
-  void add(int index, const TensorRecord& record) {
-    global_offset[index] = record.global_offset;
-    dithered[index] = record.dithered;
+  void add(int index, const KernelTensorArgs& args) {
+    global_offset[index] = args.global_offset;
+    dithered[index] = args.dithered;
   }
 };
 template <int kCapacity>
 struct DitherColumns<false, kCapacity> {
   static constexpr int kBytesPerTensor = 0;
-  void add(int /*index*/, const TensorRecord& /*record*/) {}
+  void add(int /*index*/, const KernelTensorArgs& /*record*/) {}
 };
 
 // As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
@@ -77,13 +77,13 @@ struct TensorTable {
   bool is_full() const { return count == kCapacity; }
 
   // Adds a tensor; its pointers are for the caller to fill in.
-  int add(const TensorRecord& record, int32_t record_group) {
+  int add(const KernelTensorArgs& args, int32_t record_group) {
     const int index = count++;
-    step[index] = record.step;
-    numel[index] = record.numel;
+    step[index] = args.step;
+    numel[index] = args.numel;
     first_tile[index] = tiles;
     group[index] = record_group;
-    dither.add(index, record);
+    dither.add(index, args);
     tiles += static_cast<int32_t>(tiles_of(index));
     return index;
   }

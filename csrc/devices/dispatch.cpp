@@ -51,15 +51,15 @@ class CpuEngine : public DeviceEngine {
   void scan(const at::Device&, const GradScanLaunch& launch, StepScratch&) const override {
     launcher().scan(launch);
   }
-  void multiply(const at::Device&, const std::vector<TensorRecord>& records,
+  void multiply(const at::Device&, const std::vector<KernelTensorArgs>& all_args,
                 const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                 bool* is_launched) const override {
-    launcher().multiply(records, inputs, found_inf, first_nonfinite);
-    std::fill_n(is_launched, records.size(), true);
+    launcher().multiply(all_args, inputs, found_inf, first_nonfinite);
+    std::fill_n(is_launched, all_args.size(), true);
   }
-  void count_nonfinite(const at::Device&, const std::vector<TensorRecord>& records,
+  void count_nonfinite(const at::Device&, const std::vector<KernelTensorArgs>& all_args,
                        int64_t* counts) const override {
-    launcher().count_nonfinite(records, counts);
+    launcher().count_nonfinite(all_args, counts);
   }
   void average(const at::Device&, const AverageLaunch& launch, StepScratch&) const override {
     launcher().average(launch);

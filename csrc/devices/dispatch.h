@@ -53,11 +53,12 @@ class DeviceEngine {
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
   // be null) as in a look, for the gradients before and for the factor. is_launched[records.size()]
   // as in a step.
-  virtual void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+  virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                         bool* is_launched) const = 0;
   // Adds the number of infs and NaNs of each gradient to counts[records.size()].
-  virtual void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+  virtual void count_nonfinite(const at::Device& device,
+                               const std::vector<KernelTensorArgs>& all_args,
                                int64_t* counts) const = 0;
   // Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
   // nearest. An engine that computes them by instructions of IEEE 754 has none.

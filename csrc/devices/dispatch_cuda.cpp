@@ -88,7 +88,7 @@ class CudaEngine : public DeviceEngine {
     on_stream(device, [&](cudaStream_t stream) {
       if (launch.sum_of_squares == nullptr) return cuda::scan(launch, {}, stream);
       // Freed before the kernels run, in the order of the stream.
-      const int64_t tiles = cuda::number_of_tiles(launch.records, launch.count);
+      const int64_t tiles = cuda::number_of_tiles(launch.all_args, launch.count);
       const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
       cuda::SumScratch sums{tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)};
       at::Tensor counters;
@@ -100,19 +100,19 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
-  void multiply(const at::Device& device, const std::vector<TensorRecord>& records,
+  void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                 const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                 bool* is_launched) const override {
     on_stream(device, [&](cudaStream_t stream) {
-      return cuda::multiply(records.data(), static_cast<int64_t>(records.size()), inputs, found_inf,
-                            first_nonfinite, is_launched, stream);
+      return cuda::multiply(all_args.data(), static_cast<int64_t>(all_args.size()), inputs,
+                            found_inf, first_nonfinite, is_launched, stream);
     });
   }
 
-  void count_nonfinite(const at::Device& device, const std::vector<TensorRecord>& records,
+  void count_nonfinite(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                        int64_t* counts) const override {
     on_stream(device, [&](cudaStream_t stream) {
-      return cuda::count_nonfinite(records.data(), static_cast<int64_t>(records.size()), counts,
+      return cuda::count_nonfinite(all_args.data(), static_cast<int64_t>(all_args.size()), counts,
                                    stream);
     });
   }

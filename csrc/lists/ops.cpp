@@ -34,13 +34,13 @@ void check_gradients(const char* operation, const char* list, const TensorList& 
 // Records of tensors that are only read.
 struct DenseReads {
   TensorList copies;  // of those with gaps
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
 
   explicit DenseReads(const TensorList& tensors) {
     for (const at::Tensor& tensor : tensors) {
       copies.push_back(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous());
-      records.push_back(gradient_record(tensor, const_cast<void*>(copies.back().const_data_ptr()),
-                                        static_cast<int64_t>(records.size())));
+      all_args.push_back(gradient_args(tensor, const_cast<void*>(copies.back().const_data_ptr()),
+                                       static_cast<int64_t>(all_args.size())));
     }
   }
 };
@@ -70,15 +70,15 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
               const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const at::NoGradGuard no_grad;
   TensorList memory;  // the gradients, or dense copies of those with gaps
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
   for (const at::Tensor& grad : grads) {
     at::Tensor dense = grad;
     if (!grad.is_non_overlapping_and_dense()) {
       dense = at::empty(grad.sizes(), grad.options().requires_grad(false));
       dense.copy_(grad);
     }
-    records.push_back(
-        gradient_record(grad, dense.mutable_data_ptr(), static_cast<int64_t>(records.size())));
+    all_args.push_back(
+        gradient_args(grad, dense.mutable_data_ptr(), static_cast<int64_t>(all_args.size())));
     memory.push_back(std::move(dense));
   }
   const auto is_launched = std::make_unique<bool[]>(grads.size());
@@ -92,7 +92,7 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
     }
   };
   try {
-    engine_of(device).multiply(device, records, inputs, found_inf, first_nonfinite,
+    engine_of(device).multiply(device, all_args, inputs, found_inf, first_nonfinite,
                                is_launched.get());
   } catch (c10::Error& error) {
     write_back();
@@ -155,8 +155,8 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
   if (sum != nullptr) sum_of_squares->zero_();
   StepScratch scratch;
   const GradScanLaunch launch{
-      reads.records.data(),
-      static_cast<int64_t>(reads.records.size()),
+      reads.all_args.data(),
+      static_cast<int64_t>(reads.all_args.size()),
       grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
       found_inf.mutable_data_ptr<float>(),
       first,
@@ -174,7 +174,7 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   check_device(operation, "tensors[0]", device);
   check_gradients(operation, "tensors", tensors, device);
   const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
-  engine_of(device).count_nonfinite(device, DenseReads(tensors).records,
+  engine_of(device).count_nonfinite(device, DenseReads(tensors).all_args,
                                     counts.mutable_data_ptr<int64_t>());
   return counts;
 }

@@ -21,7 +21,7 @@ std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
   std::vector<GradScanResult> results;
   for (GradScan& scan : scans_) {
     scan.result.first_nonfinite = first_nonfinite_on(scan.result.found_inf.device());
-    scan.records.clear();
+    scan.all_args.clear();
     results.push_back(scan.result);
   }
   if (is_partitioned()) scans_.clear();
@@ -60,8 +60,8 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
     // The copy is kept alive.
     if (!is_dense) row.contiguous_copies.push_back({row.grad(), row.grad().contiguous(), false});
     const at::Tensor& dense = is_dense ? row.grad() : row.contiguous_copies.back().dense;
-    scan.records.push_back(gradient_record(dense, const_cast<void*>(dense.const_data_ptr()),
-                                           static_cast<int64_t>(index)));
+    scan.all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()),
+                                          static_cast<int64_t>(index)));
   }
   for (GradScan& scan : scans) {
     const GradScanResult& result = scan.result;
@@ -70,7 +70,7 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
     // Only a scaler's look is followed by the update that reports and resets it.
     int64_t* const first_nonfinite =
         found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
-    const GradScanLaunch launch{scan.records.data(),    static_cast<int64_t>(scan.records.size()),
+    const GradScanLaunch launch{scan.all_args.data(),   static_cast<int64_t>(scan.all_args.size()),
                                 float_data(scale),      result.found_inf.mutable_data_ptr<float>(),
                                 first_nonfinite,        double_data(result.sum_of_squares),
                                 options.skip_nonfinite, double_data(result.squares_of_params)};
@@ -100,7 +100,7 @@ Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const Row& row,
   if (tracks_grad_norms_) {
     scan.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
   }
-  scan.records.reserve(rows_.size());
+  scan.all_args.reserve(rows_.size());
   return scans.emplace_back(std::move(scan));
 }
 

@@ -51,7 +51,7 @@ Row with_copies(const Row& row, bool writes_grad) {
     if (list == kParam || (list == kGrad && !writes_grad)) continue;
     copy.owned[list] = copy_of(row.owned[list]);
   }
-  copy.record_is_current = copy.grad_is_current = false;
+  copy.args_are_current = copy.grad_is_current = false;
   copy.take_fingerprint(kParam);
   copy.param_of_master.reset();
   if (row.has_current_master() && !has_moved) {

@@ -126,7 +126,7 @@ void Plan::add_row(const Param& param) {
   row.object = param.object;
   row.is_sharded = param.partition.has_value();
   row.partition = param.partition.value_or(0);
-  row.global_offset = row.record.global_offset = param.global_offset;
+  row.global_offset = row.args.global_offset = param.global_offset;
   const auto rounded = rounded_params_.find(row.object);
   if (rounded != rounded_params_.end()) {
     row.param_of_master = rounded->second.param;
@@ -204,7 +204,7 @@ void Plan::set_state(int64_t index, ParamState state) {
   row.state_dtype = row.param().scalar_type();
   row.state_device = row.param().device();
   row.kernel.reset();
-  row.record_is_current = false;
+  row.args_are_current = false;
   memory_is_checked_ = false;
   row.was_contiguous.reset();
   const size_t group = row.group;
@@ -416,7 +416,7 @@ std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& devi
 }
 
 void Plan::make_room(Batch& batch, const GroupTable& table) const {
-  batch.records.reserve(batch.rows.size());
+  batch.all_args.reserve(batch.rows.size());
   for (Row* row : batch.rows) {
     const GroupTable::Entry& group = table.groups[row->group];
     // An interrupt may have left the refreshed master of the last step, which must not come back.
@@ -425,11 +425,10 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
         row->master_param().defined() && !row->has_split_master() && !row->master_is_current;
     row->refreshed_master =
         is_out_of_date ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
-    if (!row->record_is_current) row->fill_record();
-    TensorRecord& record = batch.records.emplace_back(row->record);
-    record.dithered =
-        group.dithered != 0 ? (group.dithered & row->low_precision) | row->dithers : 0;
-    TORCH_CHECK(record.dithered == 0 || record.step != nullptr || group.common->timestep >= 1.0,
+    if (!row->args_are_current) row->fill_args();
+    KernelTensorArgs& args = batch.all_args.emplace_back(row->args);
+    args.dithered = group.dithered != 0 ? (group.dithered & row->low_precision) | row->dithers : 0;
+    TORCH_CHECK(args.dithered == 0 || args.step != nullptr || group.common->timestep >= 1.0,
                 checks_.operation, ": ", checks_.name_of(*row, kStep),
                 " must be there to dither, got None");
   }
@@ -450,8 +449,8 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) 
   }
   const DeviceInputs& inputs = batch.inputs;
   const StepLaunch launch{batch.kernel,
-                          batch.records.data(),
-                          static_cast<int64_t>(batch.records.size()),
+                          batch.all_args.data(),
+                          static_cast<int64_t>(batch.all_args.size()),
                           table.hyperparameters.get(),
                           inputs.pointers,
                           inputs.grad_norm,
@@ -529,13 +528,13 @@ void Plan::check_row(Row& row, const GroupTable& table) {
     const bool has_moved = row.take_fingerprint(list);
     if (list == kParam && was_shared) follow_own_memory(row);
     if (!was_shared && !has_moved) continue;
-    row.record_is_current = false;
+    row.args_are_current = false;
     memory_is_checked_ = false;
     // The same memory may have other strides.
     if (list == kParam && has_moved) row.param_of_master.reset();
   }
-  if (row.record_is_current && (row.grad_is_current || row.take_new_grad())) return;
-  row.record_is_current = false;
+  if (row.args_are_current && (row.grad_is_current || row.take_new_grad())) return;
+  row.args_are_current = false;
   checks_.check_grad(row);
   checks_.check_tensors(row);
 }
@@ -545,7 +544,7 @@ void Plan::follow_own_memory(const Row& row) {
   for (Row& other : rows_) {
     if (storage_of(other.param()) != storage_of(row.param())) continue;
     other.fingerprints[kParam].storage = row.fingerprints[kParam].storage;
-    other.record_is_current = false;
+    other.args_are_current = false;
   }
 }
 

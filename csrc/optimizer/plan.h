@@ -259,7 +259,7 @@ class AMP_EXT_API Plan {
   // A look at the gradients of one device and partition.
   struct GradScan {
     GradScanResult result;
-    std::vector<TensorRecord> records;
+    std::vector<KernelTensorArgs> all_args;
   };
 
   // What a step reads from one device; keeps it alive.
@@ -287,7 +287,7 @@ class AMP_EXT_API Plan {
     DeviceInputs inputs;
     std::vector<std::optional<LrOnDevice>> lrs;  // [groups], where they are tensors
     bool is_skipped;                             // as the host knows already
-    std::vector<TensorRecord> records;
+    std::vector<KernelTensorArgs> all_args;
     std::unique_ptr<bool[]> is_launched;  // [records]
   };
 

@@ -60,7 +60,7 @@ BufferFormat Row::format(int buffer) const {
 }
 
 bool Row::has_codes() const {
-  const auto& formats = record.buffer_formats;
+  const auto& formats = args.buffer_formats;
   return std::any_of(std::begin(formats), std::end(formats), is_code);
 }
 
@@ -116,13 +116,13 @@ bool Row::take_new_grad() {
       !dtype_of(grad).has_value() || !has_all_elements(grad)) {
     return false;
   }
-  record.grad = const_cast<void*>(grad.const_data_ptr());
-  record.grad_dtype = *dtype_of(grad);
+  args.grad = const_cast<void*>(grad.const_data_ptr());
+  args.grad_dtype = *dtype_of(grad);
   grad_is_current = true;
   return true;
 }
 
-void Row::fill_record() {
+void Row::fill_args() {
   contiguous_copies.clear();
   // All memory is walked in the order of the parameter's, or of its dense copy.
   at::Tensor layout = param();
@@ -140,39 +140,39 @@ void Row::fill_record() {
     return dense.mutable_data_ptr();
   };
   const at::ScalarType param_dtype = param().scalar_type();
-  record = TensorRecord();
-  for (int i = 0; i < number_of_buffers; ++i) record.buffer_formats[i] = format(i);
+  args = KernelTensorArgs();
+  for (int i = 0; i < number_of_buffers; ++i) args.buffer_formats[i] = format(i);
   const at::ScalarType grad_dtype = gradient_dtype(grad().scalar_type(), param_dtype, has_codes());
-  record.param = memory(param(), param_dtype, true);
-  record.param_dtype = *dtype_of(param());
-  record.grad = memory(grad(), grad_dtype, writes_grad);
-  record.grad_dtype = *dtype_of(grad_dtype);
-  record.master = master();
-  if (record.master != Master::kNone) {
-    record.master_param = memory(master_param(), master_param().scalar_type(), true);
+  args.param = memory(param(), param_dtype, true);
+  args.param_dtype = *dtype_of(param());
+  args.grad = memory(grad(), grad_dtype, writes_grad);
+  args.grad_dtype = *dtype_of(grad_dtype);
+  args.master = master();
+  if (args.master != Master::kNone) {
+    args.master_param = memory(master_param(), master_param().scalar_type(), true);
   }
   const bool is_low_precision =
-      record.master == Master::kLow8 || (record.master == Master::kNone && is_16_bit(param_dtype));
+      args.master == Master::kLow8 || (args.master == Master::kNone && is_16_bit(param_dtype));
   low_precision = is_low_precision ? kDithersParam : 0;
   dithers = 0;
   for (int i = 0; i < number_of_buffers; ++i) {
     const at::Tensor& buffer = owned[kBuffer0 + i];
-    record.buffers[i] = memory(buffer, buffer.scalar_type(), true);
+    args.buffers[i] = memory(buffer, buffer.scalar_type(), true);
     if (buffer.element_size() < 4) low_precision |= kDithersBuffer0 << i;
-    if (is_code(record.buffer_formats[i])) dithers |= kDithersBuffer0 << i;
+    if (is_code(args.buffer_formats[i])) dithers |= kDithersBuffer0 << i;
   }
   if (owned[kExponents].defined()) {
-    record.exponents = owned[kExponents].mutable_data_ptr<uint8_t>();
+    args.exponents = owned[kExponents].mutable_data_ptr<uint8_t>();
   }
   if (owned[kStep].defined()) {
-    record.step = owned[kStep].mutable_data_ptr<float>();
+    args.step = owned[kStep].mutable_data_ptr<float>();
   }
-  record.numel = param().numel();
-  record.global_offset = global_offset;
-  record.group = static_cast<int32_t>(group);
+  args.numel = param().numel();
+  args.global_offset = global_offset;
+  args.group = static_cast<int32_t>(group);
   grad_is_current = true;
   // Other strides would not show in the fingerprint of a tensor that is not contiguous.
-  record_is_current =
+  args_are_current =
       contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
         return fingerprint.contiguous || fingerprint.numel < 0;
@@ -190,16 +190,16 @@ void Row::mark_written() {
 
 bool Row::differs_from_master(uint64_t seed) const {
   constexpr int kElements = 4;
-  const auto* const master = static_cast<const float*>(record.master_param);
+  const auto* const master = static_cast<const float*>(args.master_param);
   for (int i = 0; i < kElements; ++i) {
     seed = seed * 6364136223846793005u + 1442695040888963407u;  // Knuth's generator
-    const auto element = static_cast<int64_t>((seed >> 1) % static_cast<uint64_t>(record.numel));
+    const auto element = static_cast<int64_t>((seed >> 1) % static_cast<uint64_t>(args.numel));
     float stored = 0.0F, rounded = 0.0F;
-    if (record.param_dtype == DType::kFloat16) {
-      stored = static_cast<const at::Half*>(record.param)[element];
+    if (args.param_dtype == DType::kFloat16) {
+      stored = static_cast<const at::Half*>(args.param)[element];
       rounded = at::Half(master[element]);
     } else {
-      stored = static_cast<const at::BFloat16*>(record.param)[element];
+      stored = static_cast<const at::BFloat16*>(args.param)[element];
       rounded = at::BFloat16(master[element]);
     }
     // A process may flush subnormal numbers to 0.

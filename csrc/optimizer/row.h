@@ -60,7 +60,7 @@ struct Row {
   std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
   bool master_is_current = false;             // at the start of this step
   bool is_sharded = false;
-  bool record_is_current = false;
+  bool args_are_current = false;
   bool grad_is_current = false;  // the gradient in the record is
   bool writes_grad = false;
   bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
@@ -70,7 +70,7 @@ struct Row {
   int number_of_buffers = 0;
   std::optional<OptimizerKernel> kernel;
   std::array<Fingerprint, kLists> fingerprints;
-  TensorRecord record;
+  KernelTensorArgs args;
   std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
   const void* seen_grad_data = nullptr;
   std::vector<ContiguousCopy> contiguous_copies;
@@ -131,7 +131,7 @@ struct Row {
   bool take_fingerprint(int list);
   // Whether a new gradient is like the last one, so that the record only needs its address.
   bool take_new_grad();
-  void fill_record();
+  void fill_args();
   void mark_written();
   // Whether one of a few elements, chosen by `seed`, is not what the float32 master rounds to. The
   // record must be current, and the tensors on the CPU.

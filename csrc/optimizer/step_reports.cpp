@@ -104,19 +104,18 @@ void Plan::choose_sample() {
   if (!finds_writes_ || rows_.empty()) return;
   const size_t index = static_cast<size_t>(steps_) % rows_.size();
   const Row& row = rows_[index];
-  const bool is_comparable = row.record_is_current && row.record.master == Master::kFloat32 &&
-                             row.record.numel > 0 && row.param().is_cpu();
+  const bool is_comparable = row.args_are_current && row.args.master == Master::kFloat32 &&
+                             row.args.numel > 0 && row.param().is_cpu();
   if (is_comparable) sample_ = {index, version_of(row.master_param())};
 }
 
 std::optional<int64_t> Plan::find_uncounted_write() {
   if (!sample_.has_value() || !finds_writes_) return {};
   const Row& row = rows_[sample_->row];
-  const bool is_as_the_step_left_it =
-      row.record_is_current && row.has_current_master() &&
-      version_of(row.master_param()) == sample_->master_version &&
-      row.param().const_data_ptr() == row.record.param &&
-      row.master_param().const_data_ptr() == row.record.master_param;
+  const bool is_as_the_step_left_it = row.args_are_current && row.has_current_master() &&
+                                      version_of(row.master_param()) == sample_->master_version &&
+                                      row.param().const_data_ptr() == row.args.param &&
+                                      row.master_param().const_data_ptr() == row.args.master_param;
   if (!is_as_the_step_left_it || !row.differs_from_master(steps_)) return {};
   finds_writes_ = false;
   return static_cast<int64_t>(sample_->row);

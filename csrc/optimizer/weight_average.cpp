@@ -26,8 +26,8 @@ AverageHyperparameters hyperparameters_of(const AverageOptions& options) {
 }
 
 // A record of tensors in the layout of the average.
-TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
-                       std::vector<at::Tensor>& contiguous_copies) {
+KernelTensorArgs args_of(const AveragedWeight& weight, const at::Tensor& average,
+                         std::vector<at::Tensor>& contiguous_copies) {
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     if (tensor.scalar_type() == dtype && have_same_dense_layout(tensor, average)) {
       return const_cast<void*>(tensor.const_data_ptr());
@@ -37,25 +37,25 @@ TensorRecord record_of(const AveragedWeight& weight, const at::Tensor& average,
     contiguous_copies.back().copy_(tensor);
     return contiguous_copies.back().mutable_data_ptr();
   };
-  TensorRecord record;
+  KernelTensorArgs args;
   const bool has_master = weight.master.defined();
   const bool has_fp32_master = has_master && weight.master.scalar_type() == at::kFloat;
   const at::Tensor& source = has_fp32_master ? weight.master : weight.param;
   const at::ScalarType dtype =
       source.scalar_type() == at::kDouble ? at::kFloat : source.scalar_type();
-  record.param = memory(source, dtype);
-  record.param_dtype = *dtype_of(dtype);
+  args.param = memory(source, dtype);
+  args.param_dtype = *dtype_of(dtype);
   if (has_master && !has_fp32_master) {
     const at::Tensor residual = residual_elements(weight.master);
-    record.master = residual.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
-    record.master_param = memory(residual, residual.scalar_type());
+    args.master = residual.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
+    args.master_param = memory(residual, residual.scalar_type());
   }
-  record.buffers[0] = average.mutable_data_ptr();
-  record.buffer_formats[0] = format_of(*dtype_of(average));
-  record.dithered = average.scalar_type() == at::kBFloat16 ? kDithersParam : 0;
-  record.numel = average.numel();
-  record.global_offset = weight.global_offset;
-  return record;
+  args.buffers[0] = average.mutable_data_ptr();
+  args.buffer_formats[0] = format_of(*dtype_of(average));
+  args.dithered = average.scalar_type() == at::kBFloat16 ? kDithersParam : 0;
+  args.numel = average.numel();
+  args.global_offset = weight.global_offset;
+  return args;
 }
 
 bool are_alike(const at::Tensor& a, const at::Tensor& b) {
@@ -107,15 +107,15 @@ void launch_average(const std::vector<AveragedWeight>& weights,
                     StepScratch& scratch) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> contiguous_copies;
-  std::vector<TensorRecord> records;
-  records.reserve(weights.size());
+  std::vector<KernelTensorArgs> all_args;
+  all_args.reserve(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
-    records.push_back(record_of(weights[i], averages[i], contiguous_copies));
+    all_args.push_back(args_of(weights[i], averages[i], contiguous_copies));
   }
   const at::Device device = counters.device();
   static_assert(sizeof(AverageCounters) == 2 * sizeof(int64_t));
   const AverageLaunch launch{
-      records.data(), static_cast<int64_t>(records.size()), hyperparameters_of(options),
+      all_args.data(), static_cast<int64_t>(all_args.size()), hyperparameters_of(options),
       reinterpret_cast<AverageCounters*>(counters.mutable_data_ptr<int64_t>()),
       step_applied.defined() ? step_applied.const_data_ptr<float>() : nullptr};
   engine_of(device).average(device, launch, scratch);

@@ -103,8 +103,9 @@ void LossScale::load(const Entry& entry) {
 }
 
 std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
-  for (size_t slot = 0; slot < records_.size(); ++slot) {
-    if (records_[slot].key == key && records_[slot].is_alive()) return static_cast<int64_t>(slot);
+  for (size_t slot = 0; slot < report_slots_.size(); ++slot) {
+    if (report_slots_[slot].key == key && report_slots_[slot].is_alive())
+      return static_cast<int64_t>(slot);
   }
   return {};
 }
@@ -112,16 +113,17 @@ std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
 int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                                  std::function<bool()> guard_has_skipped) {
   if (const auto known = find_optimizer(key)) return *known;
-  records_.push_back({key, std::move(is_alive), std::move(name_of), std::move(guard_has_skipped)});
-  return static_cast<int64_t>(records_.size()) - 1;
+  report_slots_.push_back(
+      {key, std::move(is_alive), std::move(name_of), std::move(guard_has_skipped)});
+  return static_cast<int64_t>(report_slots_.size()) - 1;
 }
 
 const at::Tensor& LossScale::start_iteration(int64_t slot) {
-  Record& record = record_of(slot);
-  if (record.awaits_update) {  // the iteration of the last look was dropped
-    for (const at::Tensor& first : record.first_nonfinites) first.fill_(kNoTensor);
+  ReportSlot& report_slot = report_slot_of(slot);
+  if (report_slot.awaits_update) {  // the iteration of the last look was dropped
+    for (const at::Tensor& first : report_slot.first_nonfinites) first.fill_(kNoTensor);
   }
-  record.awaits_update = true;
+  report_slot.awaits_update = true;
   if (!no_overflow_.defined() || no_overflow_.device() != scale.device()) {
     const OutsideInferenceMode normal;
     no_overflow_ = at::zeros({}, at::TensorOptions(scale.device()).dtype(at::kFloat));
@@ -144,19 +146,19 @@ at::Tensor LossScale::scan(int64_t slot, const TensorList& grads, const at::Tens
 }
 
 at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
-  Record& record = record_of(slot);
-  at::Tensor first = on_device(record.first_nonfinites, device);
+  ReportSlot& report_slot = report_slot_of(slot);
+  at::Tensor first = on_device(report_slot.first_nonfinites, device);
   if (!first.defined()) {
     const OutsideInferenceMode normal;
     first = at::full({}, kNoTensor, at::TensorOptions(device).dtype(at::kLong));
-    record.first_nonfinites.push_back(first);
+    report_slot.first_nonfinites.push_back(first);
   }
   return first;
 }
 
 void LossScale::keep_first_nonfinites(int64_t slot,
                                       const std::vector<at::Tensor>& first_nonfinites) {
-  std::vector<at::Tensor>& kept = record_of(slot).first_nonfinites;
+  std::vector<at::Tensor>& kept = report_slot_of(slot).first_nonfinites;
   for (const at::Tensor& first : first_nonfinites) {
     const auto is_alive = [&](const at::Tensor& each) { return each.device() == first.device(); };
     kept.erase(std::remove_if(kept.begin(), kept.end(), is_alive), kept.end());
@@ -171,7 +173,7 @@ void LossScale::note_different_scales(int64_t slot, const at::Device& device,
 
 void LossScale::make_room() {
   if (monitor_ == nullptr) monitor_ = std::make_unique<ScalerMonitor>(scale.device());
-  while (monitor_->number_of_optimizers() < static_cast<int64_t>(records_.size())) {
+  while (monitor_->number_of_optimizers() < static_cast<int64_t>(report_slots_.size())) {
     monitor_->add_optimizer();
   }
 }
@@ -188,7 +190,7 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   TensorList elsewhere;
   std::vector<ReportedFlag> reported;
   for (const auto& [slot, found_inf] : flags) {
-    at::Tensor first = on_device(record_of(slot).first_nonfinites, found_inf.device());
+    at::Tensor first = on_device(report_slot_of(slot).first_nonfinites, found_inf.device());
     if (first.defined() && first.device() != scale.device()) {
       elsewhere.push_back(first);
       first = to_device(first, scale.device());
@@ -201,7 +203,7 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   if (hysteresis_tracker.defined()) state.hysteresis_tracker = hysteresis_tracker;
   update_scale(state, rules, reported, monitor_.get());
   for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
-  for (const auto& flag : flags) record_of(flag.first).awaits_update = false;
+  for (const auto& flag : flags) report_slot_of(flag.first).awaits_update = false;
 }
 
 LogMessages LossScale::messages() {
@@ -258,8 +260,8 @@ void LossScale::check_scales() {
 
 std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {
   if (report.nonfinite_slot < 0) return {};
-  const Record& record = record_of(report.nonfinite_slot);
-  return record.name_of(report.nonfinite_index);
+  const ReportSlot& report_slot = report_slot_of(report.nonfinite_slot);
+  return report_slot.name_of(report.nonfinite_index);
 }
 
 std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
@@ -270,14 +272,14 @@ std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
     if (report.consecutive_skips > 0) return true;
     for (int64_t each = 0; each < monitor_->number_of_optimizers(); ++each) {
       const bool took_part = monitor_->read_optimizer(each).update == report.updates;
-      if (took_part && record_of(each).guard_has_skipped()) return true;
+      if (took_part && report_slot_of(each).guard_has_skipped()) return true;
     }
     return false;
   }
   if (*slot >= monitor_->number_of_optimizers()) return {};
   const OptimizerReport report = monitor_->read_optimizer(*slot);
   if (report.update == 0) return {};
-  return report.last_was_skipped != 0 || record_of(*slot).guard_has_skipped();
+  return report.last_was_skipped != 0 || report_slot_of(*slot).guard_has_skipped();
 }
 
 ScalerStats LossScale::stats(double initial_scale) const {

@@ -77,11 +77,11 @@ class AMP_EXT_API LossScale {
   // Finds the number of an optimizer, or gives it one. It is known by an address, which is its own
   // as long as it `is_there`: afterwards it may be that of another one.
   std::optional<int64_t> find_optimizer(const void* key) const;
-  int64_t number_of_optimizers() const { return static_cast<int64_t>(records_.size()); }
+  int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
   // A guard of its own may have skipped its last step, which is no overflow.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
-  const NameOf& names_of(int64_t slot) const { return record_of(slot).name_of; }
+  const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
   // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
   // without an overflow beside the scale, to copy.
@@ -131,7 +131,7 @@ class AMP_EXT_API LossScale {
   ScaleHistory history() const;
 
  private:
-  struct Record {
+  struct ReportSlot {
     const void* key;
     std::function<bool()> is_alive;
     NameOf name_of;
@@ -140,13 +140,15 @@ class AMP_EXT_API LossScale {
     bool awaits_update = false;  // whether no update has read and reset them since a look
   };
 
-  const Record& record_of(int64_t slot) const { return records_.at(static_cast<size_t>(slot)); }
-  Record& record_of(int64_t slot) { return records_.at(static_cast<size_t>(slot)); }
+  const ReportSlot& report_slot_of(int64_t slot) const {
+    return report_slots_.at(static_cast<size_t>(slot));
+  }
+  ReportSlot& report_slot_of(int64_t slot) { return report_slots_.at(static_cast<size_t>(slot)); }
   void follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
   LogMessages messages();
   std::string name_of_nonfinite(const ScalerSummary& report) const;
 
-  std::deque<Record> records_;  // by slot
+  std::deque<ReportSlot> report_slots_;  // by slot
   std::unique_ptr<ScalerMonitor> monitor_;
   at::Tensor no_overflow_;  // one float32 of 0, which nobody writes
   bool warned_of_settling_ = false;

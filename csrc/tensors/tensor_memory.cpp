@@ -249,13 +249,13 @@ void check_length(const std::string& operation, const std::string& name,
               " tensors, one for each of params, got ", list.size());
 }
 
-TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number) {
-  TensorRecord record;
-  record.grad = data;
-  record.grad_dtype = *dtype_of(grad);
-  record.numel = grad.numel();
-  record.group = static_cast<int32_t>(number);
-  return record;
+KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number) {
+  KernelTensorArgs args;
+  args.grad = data;
+  args.grad_dtype = *dtype_of(grad);
+  args.numel = grad.numel();
+  args.group = static_cast<int32_t>(number);
+  return args;
 }
 
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b) {

@@ -70,7 +70,7 @@ void check_length(const std::string& operation, const std::string& name,
 
 // What an operation on gradients alone needs of one, whose elements lie densely at `data`. `number`
 // is what reports call it.
-TensorRecord gradient_record(const at::Tensor& grad, void* data, int64_t number);
+KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
 // Both without gaps, with their elements in the same order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);

@@ -170,34 +170,34 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
     hyperparameters.nesterov = true;
   }
   float step = 0.0f;
-  TensorRecord record;
-  record.numel = numel;
-  record.grad_dtype = numbers.grad;
-  record.param_dtype = numbers.param;
-  record.master = numbers.master;
-  record.dithered = dithered_numbers(hyperparameters);
+  KernelTensorArgs args;
+  args.numel = numel;
+  args.grad_dtype = numbers.grad;
+  args.param_dtype = numbers.param;
+  args.master = numbers.master;
+  args.dithered = dithered_numbers(hyperparameters);
   for (int i = 0; i < kernel.buffers.count; ++i) {
-    if (option.dither && is_code(numbers.formats[i])) record.dithered |= kDithersBuffer0 << i;
+    if (option.dither && is_code(numbers.formats[i])) args.dithered |= kDithersBuffer0 << i;
   }
-  record.step = &step;
+  args.step = &step;
   size_t next = 0;
-  record.grad = arrays[next++].data();
-  record.param = arrays[next++].data();
-  if (record.master != Master::kNone) record.master_param = arrays[next++].data();
+  args.grad = arrays[next++].data();
+  args.param = arrays[next++].data();
+  if (args.master != Master::kNone) args.master_param = arrays[next++].data();
   for (int i = 0; i < kernel.buffers.count; ++i) {
-    record.buffers[i] = arrays[next++].data();
-    record.buffer_formats[i] = numbers.formats[i];
+    args.buffers[i] = arrays[next++].data();
+    args.buffer_formats[i] = numbers.formats[i];
     if (numbers.formats[i] == BufferFormat::kBlockwise8) {
-      record.exponents = static_cast<uint8_t*>(arrays[next++].data());
+      args.exponents = static_cast<uint8_t*>(arrays[next++].data());
     }
   }
 
   Hash before, after;
   arrays[1].add_to(before);
   const StepLaunch launch{
-      kernel.kernel, &record, 1, &hyperparameters, {.skip_nonfinite = option.skip_nonfinite},
+      kernel.kernel, &args,  1, &hyperparameters, {.skip_nonfinite = option.skip_nonfinite},
       nullptr,       nullptr};
-  const cpu::TileMap tiles(&record, 1);
+  const cpu::TileMap tiles(&args, 1);
   const StepDecision factor = StepDecision::read(launch.inputs);
   for (; step < kSteps; ++step) engine.step(launch, tiles, factor, 0, tiles.total_cost());
   arrays[1].add_to(after);
@@ -243,11 +243,11 @@ void scan_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
   Hash hash;
   for (const int64_t numel : kSizes) {
     Array array(dtype, numel, 1, is_finite, false);
-    TensorRecord record;
-    record.numel = numel;
-    record.grad = array.data();
-    record.grad_dtype = dtype;
-    const cpu::TileMap tiles(&record, 1);
+    KernelTensorArgs args;
+    args.numel = numel;
+    args.grad = array.data();
+    args.grad_dtype = dtype;
+    const cpu::TileMap tiles(&args, 1);
     const int64_t end = tiles.total_cost();
     std::vector<double> sums(tiles.number_of_tiles());
     std::atomic<int64_t> count{0};

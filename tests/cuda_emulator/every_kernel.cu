@@ -12,10 +12,10 @@
 using amp_ext::BufferFormat;
 using amp_ext::DType;
 using amp_ext::kBlockSize;
+using amp_ext::KernelTensorArgs;
 using amp_ext::Master;
 using amp_ext::OptimizerKernel;
 using amp_ext::StepLaunch;
-using amp_ext::TensorRecord;
 
 constexpr int64_t kSizes[] = {0, 1, 7, 4096, 9001, 300};
 
@@ -93,46 +93,46 @@ uint8_t usually_dithered(const Kernel& kernel, const Numbers& numbers) {
 // numbers.
 bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   Memory memory;
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
   std::vector<float> steps(std::size(kSizes) * 2, 0.0f);
   const bool has_blocks = numbers.have_blocks();
   for (const bool misaligned : {false, true}) {
     for (const int64_t size : kSizes) {
       const int64_t blocks = (size + kBlockSize - 1) / kBlockSize;
       const int64_t numel = has_blocks ? blocks * kBlockSize : size;
-      TensorRecord record;
-      record.param_dtype = numbers.param;
-      record.grad_dtype = numbers.grad;
-      record.numel = numel;
-      record.param = memory.tensor(size_of(numbers.param), numel, misaligned);
-      record.grad = memory.tensor(size_of(numbers.grad), numel, misaligned);
-      record.master = numbers.master;
+      KernelTensorArgs args;
+      args.param_dtype = numbers.param;
+      args.grad_dtype = numbers.grad;
+      args.numel = numel;
+      args.param = memory.tensor(size_of(numbers.param), numel, misaligned);
+      args.grad = memory.tensor(size_of(numbers.grad), numel, misaligned);
+      args.master = numbers.master;
       if (numbers.master != Master::kNone) {
-        record.master_param = memory.tensor(size_of(numbers.master), numel, misaligned);
+        args.master_param = memory.tensor(size_of(numbers.master), numel, misaligned);
       }
       for (int i = 0; i < kernel.buffers.count; ++i) {
         const BufferFormat format = numbers.formats[i];
-        record.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
-        record.buffer_formats[i] = format;
+        args.buffers[i] = memory.tensor(size_of(format), numel, misaligned);
+        args.buffer_formats[i] = format;
         if (format == BufferFormat::kBlockwise8) {
-          record.exponents = static_cast<uint8_t*>(memory.tensor(1, blocks, misaligned));
+          args.exponents = static_cast<uint8_t*>(memory.tensor(1, blocks, misaligned));
         }
       }
-      record.step = &steps[records.size()];
-      record.group = misaligned ? 1 : 0;
-      records.push_back(record);
+      args.step = &steps[all_args.size()];
+      args.group = misaligned ? 1 : 0;
+      all_args.push_back(args);
     }
   }
   const float grad_scale = 2.0f;
   const float found_inf = 0.0f;
   StepLaunch launch = {};
   launch.kernel = kernel.kernel;
-  launch.records = records.data();
-  launch.count = static_cast<int64_t>(records.size());
+  launch.all_args = all_args.data();
+  launch.count = static_cast<int64_t>(all_args.size());
   launch.hyperparameters = kernel.groups;
   launch.inputs.grad_scale = &grad_scale;
   launch.inputs.found_inf = &found_inf;
-  const auto is_launched = std::make_unique<bool[]>(records.size());
+  const auto is_launched = std::make_unique<bool[]>(all_args.size());
   launch.is_launched = is_launched.get();
   const double sum_of_squares = 1.0;
   amp_ext::NormGuardMemory mirror, guard;
@@ -143,8 +143,8 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   uint32_t block_counter = 0;
   const uint8_t usual = usually_dithered(kernel, numbers);
   for (const uint8_t dithered : {usual, uint8_t{0xff}, uint8_t{0x00}}) {
-    for (TensorRecord& record : records) record.dithered = dithered;
-    std::fill_n(is_launched.get(), records.size(), false);
+    for (KernelTensorArgs& args : all_args) args.dithered = dithered;
+    std::fill_n(is_launched.get(), all_args.size(), false);
     if (guard.norms == 2) guard.limit = 0.25;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
@@ -197,54 +197,54 @@ bool check_division() {
 // The operations on gradients alone, all dtypes in one list.
 bool run_gradients() {
   Memory memory;
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
   for (const DType dtype : kDTypes) {
     for (const bool misaligned : {false, true}) {
       for (const int64_t numel : kGradientSizes) {
-        TensorRecord record;
-        record.grad_dtype = dtype;
-        record.numel = numel;
-        record.grad = memory.tensor(size_of(dtype), numel, misaligned);
-        record.group = static_cast<int32_t>(records.size());
-        records.push_back(record);
+        KernelTensorArgs args;
+        args.grad_dtype = dtype;
+        args.numel = numel;
+        args.grad = memory.tensor(size_of(dtype), numel, misaligned);
+        args.group = static_cast<int32_t>(all_args.size());
+        all_args.push_back(args);
       }
     }
   }
-  const auto count = static_cast<int64_t>(records.size());
+  const auto count = static_cast<int64_t>(all_args.size());
   bool right = true;
   for (const bool overflow : {false, true}) {
     float found_inf = 0.0f;
     double sum_of_squares = 0.0;
     uint32_t block_counter = 0;
-    std::vector<double> tile_sums(amp_ext::cuda::number_of_tiles(records.data(), count));
-    std::vector<int64_t> counts(records.size());
+    std::vector<double> tile_sums(amp_ext::cuda::number_of_tiles(all_args.data(), count));
+    std::vector<int64_t> counts(all_args.size());
     const float one = 1.0f;
     const float half = 0.5f;
-    if (overflow) static_cast<float*>(records[4].grad)[9000] = INFINITY;
+    if (overflow) static_cast<float*>(all_args[4].grad)[9000] = INFINITY;
     int64_t first = amp_ext::kNoTensor;
-    amp_ext::GradScanLaunch launch = {records.data(), count,   &one, &found_inf,
-                                      &first,         nullptr, false};
+    amp_ext::GradScanLaunch launch = {all_args.data(), count,   &one, &found_inf,
+                                      &first,          nullptr, false};
     int error = amp_ext::cuda::scan(launch, {}, nullptr);
     launch.sum_of_squares = &sum_of_squares;
     error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter}, nullptr);
     double finite_sum_of_squares = 0.0;
     launch.sum_of_squares = &finite_sum_of_squares;
     launch.skip_nonfinite = true;
-    std::vector<double> squares(records.size(), -1.0);
-    std::vector<uint32_t> tensor_counters(records.size());
+    std::vector<double> squares(all_args.size(), -1.0);
+    std::vector<uint32_t> tensor_counters(all_args.size());
     launch.squares_of_tensors = squares.data();
     error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter, tensor_counters.data()},
                                  nullptr);
     const double sum_of_tensors = std::accumulate(squares.begin(), squares.end(), 0.0);
     right &= std::count(tensor_counters.begin(), tensor_counters.end(), 0u) == count;
     right &= std::abs(sum_of_tensors - finite_sum_of_squares) <= 1e-6 * finite_sum_of_squares;
-    const auto is_launched = std::make_unique<bool[]>(records.size());
-    error |= amp_ext::cuda::multiply(records.data(), count, {&half}, &found_inf, &first,
+    const auto is_launched = std::make_unique<bool[]>(all_args.size());
+    error |= amp_ext::cuda::multiply(all_args.data(), count, {&half}, &found_inf, &first,
                                      is_launched.get(), nullptr);
     right &= std::count(is_launched.get(), is_launched.get() + count, true) == count;
-    error |= amp_ext::cuda::multiply(records.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr,
+    error |= amp_ext::cuda::multiply(all_args.data(), count, {nullptr, &one, 0.5}, nullptr, nullptr,
                                      is_launched.get(), nullptr);
-    error |= amp_ext::cuda::count_nonfinite(records.data(), count, counts.data(), nullptr);
+    error |= amp_ext::cuda::count_nonfinite(all_args.data(), count, counts.data(), nullptr);
     right &= error == cudaSuccess && block_counter == 0 && (found_inf == 1.0f) == overflow;
     right &= std::isfinite(sum_of_squares) != overflow && counts[4] == overflow;
     right &= std::isfinite(finite_sum_of_squares) && (first == 4) == overflow;
@@ -283,24 +283,24 @@ bool update_scale() {
 // Averages of all kinds in one step, twice.
 bool run_averages() {
   Memory memory;
-  std::vector<TensorRecord> records;
+  std::vector<KernelTensorArgs> all_args;
   amp_ext::any_formats_of_averages([&](auto weight, auto average) {
     using Weight = decltype(weight);
     using Average = decltype(average);
     using Stored = typename Weight::Stored;
     for (const bool misaligned : {false, true}) {
       for (const int64_t numel : kGradientSizes) {
-        TensorRecord record;
-        record.numel = numel;
-        record.param = memory.tensor(sizeof(Stored), numel, misaligned);
-        record.param_dtype = amp_ext::kDType<Stored>;
-        record.master = Weight::kMaster;
-        if (record.master != amp_ext::Master::kNone) {
-          record.master_param = memory.tensor(size_of(record.master), numel, misaligned);
+        KernelTensorArgs args;
+        args.numel = numel;
+        args.param = memory.tensor(sizeof(Stored), numel, misaligned);
+        args.param_dtype = amp_ext::kDType<Stored>;
+        args.master = Weight::kMaster;
+        if (args.master != amp_ext::Master::kNone) {
+          args.master_param = memory.tensor(size_of(args.master), numel, misaligned);
         }
-        record.buffers[0] = memory.tensor(size_of(Average::kFormat), numel, misaligned);
-        record.buffer_formats[0] = Average::kFormat;
-        records.push_back(record);
+        args.buffers[0] = memory.tensor(size_of(Average::kFormat), numel, misaligned);
+        args.buffer_formats[0] = Average::kFormat;
+        all_args.push_back(args);
       }
     }
     return false;
@@ -311,7 +311,7 @@ bool run_averages() {
   int error = 0;
   for (const float& step_applied : landed) {
     const amp_ext::AverageLaunch launch = {
-        records.data(), static_cast<int64_t>(records.size()), {}, &counters, &step_applied};
+        all_args.data(), static_cast<int64_t>(all_args.size()), {}, &counters, &step_applied};
     error |= amp_ext::cuda::average(launch, &block_counter, nullptr);
   }
   return error == cudaSuccess && block_counter == 0 && counters.steps == 2 &&
