@@ -44,22 +44,22 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<GradScan> scans;
-  for (size_t index = 0; index < rows_.size(); ++index) {
-    if (index + kTensorsAhead < rows_.size()) rows_[index + kTensorsAhead].prefetch_grad();
-    if (index + kStoragesAhead < rows_.size())
-      rows_[index + kStoragesAhead].prefetch_grad_storage();
-    Row& row = rows_[index];
-    if (!row.has_grad()) {
-      row.seen_grad.reset();
+  for (size_t index = 0; index < slots_.size(); ++index) {
+    if (index + kTensorsAhead < slots_.size()) slots_[index + kTensorsAhead].prefetch_grad();
+    if (index + kStoragesAhead < slots_.size())
+      slots_[index + kStoragesAhead].prefetch_grad_storage();
+    ParamSlot& slot = slots_[index];
+    if (!slot.has_grad()) {
+      slot.seen_grad.reset();
       continue;
     }
-    checks_.check_grad(row);
-    GradScan& scan = scan_of(scans, row, found_inf, options);
-    row.see_grad();
-    const bool is_dense = row.grad().is_non_overlapping_and_dense();
+    checks_.check_grad(slot);
+    GradScan& scan = scan_of(scans, slot, found_inf, options);
+    slot.see_grad();
+    const bool is_dense = slot.grad().is_non_overlapping_and_dense();
     // The copy is kept alive.
-    if (!is_dense) row.contiguous_copies.push_back({row.grad(), row.grad().contiguous(), false});
-    const at::Tensor& dense = is_dense ? row.grad() : row.contiguous_copies.back().dense;
+    if (!is_dense) slot.contiguous_copies.push_back({slot.grad(), slot.grad().contiguous(), false});
+    const at::Tensor& dense = is_dense ? slot.grad() : slot.contiguous_copies.back().dense;
     scan.all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()),
                                           static_cast<int64_t>(index)));
   }
@@ -76,22 +76,22 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
                                 options.skip_nonfinite, double_data(result.squares_of_params)};
     engine_of(device).scan(device, launch, scratch_);
   }
-  for (Row& row : rows_) row.contiguous_copies.clear();
+  for (ParamSlot& slot : slots_) slot.contiguous_copies.clear();
   return scans;
 }
 
-Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const Row& row,
+Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
                               const OptionalTensor& found_inf,
                               const optim::ClippingOptions& options) const {
-  const at::Device device = row.grad().device();
+  const at::Device device = slot.grad().device();
   for (GradScan& scan : scans) {
     const GradScanResult& result = scan.result;
-    if (result.found_inf.device() == device && result.partition == row.partition) return scan;
+    if (result.found_inf.device() == device && result.partition == slot.partition) return scan;
   }
   GradScan scan;
   const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
   const auto float64 = float32.dtype(at::kDouble);
-  scan.result.partition = row.partition;
+  scan.result.partition = slot.partition;
   scan.result.found_inf = found_inf.has_value()
                               ? found_inf->to(device, at::kFloat,
                                               /*non_blocking=*/!device.is_cpu(), /*copy=*/true)
@@ -100,23 +100,24 @@ Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const Row& row,
   if (tracks_grad_norms_) {
     scan.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
   }
-  scan.all_args.reserve(rows_.size());
+  scan.all_args.reserve(slots_.size());
   return scans.emplace_back(std::move(scan));
 }
 
 bool Plan::is_partitioned() const {
-  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) { return row.partition != 0; });
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [](const ParamSlot& slot) { return slot.partition != 0; });
 }
 
 bool Plan::gradients_are_as_seen() const {
-  return std::all_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return row.has_grad() ? row.grad_is_as_seen() : !row.seen_grad.has_value();
+  return std::all_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
+    return slot.has_grad() ? slot.grad_is_as_seen() : !slot.seen_grad.has_value();
   });
 }
 
 bool Plan::gradients_were_written() const {
-  return std::any_of(rows_.begin(), rows_.end(), [](const Row& row) {
-    return row.has_grad() && row.seen_grad.has_value() && !row.grad_is_as_seen();
+  return std::any_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
+    return slot.has_grad() && slot.seen_grad.has_value() && !slot.grad_is_as_seen();
   });
 }
 

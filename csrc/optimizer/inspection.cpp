@@ -41,36 +41,36 @@ at::Tensor copy_of(const at::Tensor& tensor) {
 }
 
 // A row with copies of all that a step writes.
-Row with_copies(const Row& row, bool writes_grad) {
-  Row copy = row;
+ParamSlot with_copies(const ParamSlot& slot, bool writes_grad) {
+  ParamSlot copy = slot;
   const bool has_moved = copy.take_fingerprint(kParam);
-  copy.current_param = c10::MaybeOwned<at::Tensor>::owned(copy_of(row.param()));
+  copy.current_param = c10::MaybeOwned<at::Tensor>::owned(copy_of(slot.param()));
   copy.is_sharded = false;
   copy.shard_of = c10::MaybeOwned<at::Tensor>();
   for (int list = 0; list < kLists; ++list) {
     if (list == kParam || (list == kGrad && !writes_grad)) continue;
-    copy.owned[list] = copy_of(row.owned[list]);
+    copy.owned[list] = copy_of(slot.owned[list]);
   }
   copy.args_are_current = copy.grad_is_current = false;
   copy.take_fingerprint(kParam);
   copy.param_of_master.reset();
-  if (row.has_current_master() && !has_moved) {
+  if (slot.has_current_master() && !has_moved) {
     SeenTensor::remember(copy.param_of_master, copy.param(), copy.version());
   }
   return copy;
 }
 
 // The numbers that a step changes by what it adds to them.
-at::Tensor decoded(const Row& row) {
-  switch (row.master()) {
+at::Tensor decoded(const ParamSlot& slot) {
+  switch (slot.master()) {
     case Master::kNone:
-      return row.param().detach();
+      return slot.param().detach();
     case Master::kFloat32:
-      return row.master_param();
+      return slot.master_param();
     case Master::kLow16:  // of which a state has bytes
-      return join_fp32(row.param().detach(), row.master_param().unsqueeze(-1).view(at::kByte));
+      return join_fp32(slot.param().detach(), slot.master_param().unsqueeze(-1).view(at::kByte));
     default:
-      return join_fp32(row.param().detach(), row.master_param());
+      return join_fp32(slot.param().detach(), slot.master_param());
   }
 }
 
@@ -92,7 +92,7 @@ void add_squares(const at::Tensor& sum, const at::Tensor& numbers) {
 }
 
 // Measures a row before and after a step; `weight` is what was decoded before it.
-void measure(const Row& before, const at::Tensor& weight, const Row& after,
+void measure(const ParamSlot& before, const at::Tensor& weight, const ParamSlot& after,
              const at::Tensor& sums) {
   sums.zero_();
   sums[kNumel].fill_(static_cast<double>(weight.numel()));
@@ -112,14 +112,14 @@ void measure(const Row& before, const at::Tensor& weight, const Row& after,
 }  // namespace
 
 // Of the buffers of a row, decoded where they are in codes.
-void Plan::measure_moments(const Row& row, const at::Tensor& sums) const {
+void Plan::measure_moments(const ParamSlot& slot, const at::Tensor& sums) const {
   optim::Moments moments;
-  for (int i = 0; i < row.number_of_buffers; ++i) {
-    moments[checks_.code_name(row, i)] = row.owned[kBuffer0 + i];
-    if (row.format(i) != BufferFormat::kBlockwise8) continue;
-    moments[checks_.buffer_names.at(i) + "_exp"] = row.owned[kExponents];
+  for (int i = 0; i < slot.number_of_buffers; ++i) {
+    moments[checks_.code_name(slot, i)] = slot.owned[kBuffer0 + i];
+    if (slot.format(i) != BufferFormat::kBlockwise8) continue;
+    moments[checks_.buffer_names.at(i) + "_exp"] = slot.owned[kExponents];
   }
-  const at::ArrayRef<BufferDescription> buffers(checks_.described, row.number_of_buffers);
+  const at::ArrayRef<BufferDescription> buffers(checks_.described, slot.number_of_buffers);
   for (const auto& [name, moment] : optim::dequantized_moments(moments, buffers)) {
     const auto& names = checks_.buffer_names;
     const auto place = std::find(names.begin(), names.end(), name) - names.begin();
@@ -132,7 +132,7 @@ void Plan::measure_moments(const Row& row, const at::Tensor& sums) const {
 // A plan that looks and steps as this one, and leaves no mark in it.
 void Plan::become_trial_of(const Plan& plan) {
   checks_ = plan.checks_;
-  rows_ = plan.rows_;
+  slots_ = plan.slots_;
   scans_ = plan.scans_;
   guard_ = plan.guard_;
   counts_norms_ = false;
@@ -151,35 +151,35 @@ std::vector<GradScanResult> Plan::scan_without_recording(
 }
 
 // The first and the last row that has a gradient; both null if there is none.
-std::array<const Row*, 2> Plan::outer_rows_with_grad() const {
-  const auto has_grad = [](const Row& row) { return row.has_grad(); };
-  const auto first = std::find_if(rows_.begin(), rows_.end(), has_grad);
-  if (first == rows_.end()) return {nullptr, nullptr};
-  return {&*first, &*std::find_if(rows_.rbegin(), rows_.rend(), has_grad)};
+std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
+  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
+  const auto first = std::find_if(slots_.begin(), slots_.end(), has_grad);
+  if (first == slots_.end()) return {nullptr, nullptr};
+  return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
 }
 
 // Two gradients tell of all that a step has taken, and cost it next to nothing. One of them may be
 // left from before its parameter was frozen.
 void Plan::remember_step() {
-  const std::array<const Row*, 2> rows = outer_rows_with_grad();
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i] == nullptr) {
+  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] == nullptr) {
       stepped_grads_[i].reset();
     } else {
-      SeenTensor::remember(stepped_grads_[i], rows[i]->grad(), rows[i]->grad_version());
+      SeenTensor::remember(stepped_grads_[i], slots[i]->grad(), slots[i]->grad_version());
     }
   }
 }
 
 void Plan::check_is_before_step() const {
-  const std::array<const Row*, 2> rows = outer_rows_with_grad();
-  TORCH_CHECK(rows[0] != nullptr, checks_.operation,
+  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
+  TORCH_CHECK(slots[0] != nullptr, checks_.operation,
               ".inspect: there must be gradients to inspect, got none: call it between backward() "
               "and step(), or inspect_next() at any time");
   bool are_new = false;
-  for (size_t i = 0; i < rows.size(); ++i) {
+  for (size_t i = 0; i < slots.size(); ++i) {
     const std::optional<SeenTensor>& stepped = stepped_grads_[i];
-    are_new |= !stepped.has_value() || !stepped->is(rows[i]->grad(), rows[i]->grad_version());
+    are_new |= !stepped.has_value() || !stepped->is(slots[i]->grad(), slots[i]->grad_version());
   }
   TORCH_CHECK(are_new, checks_.operation,
               ".inspect: there must be gradients to inspect, got those that the last step has "
@@ -196,7 +196,7 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   bool freshly_scanned = false;
   const std::vector<GradScan> scans =
       trial.scans_for_step(options, /*has_squares_of_params=*/false, freshly_scanned);
-  const at::Device device = rows_.empty() ? at::Device(at::kCPU) : rows_.front().param().device();
+  const at::Device device = slots_.empty() ? at::Device(at::kCPU) : slots_.front().param().device();
   for (const GradScan& scan : scans) {
     if (!freshly_scanned || !options.found_inf.has_value()) break;
     options.found_inf =
@@ -209,11 +209,12 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   found.sums = at::full({number_of_params(), kInspectedSums}, std::nan(""),
                         at::TensorOptions(device).dtype(at::kDouble));
   for (int64_t i = 0; i < number_of_params(); ++i) {
-    const Row& row = rows_[i];
-    const optim::StateSpec& spec = specs_.at(row.group);
-    const std::string master = optim::key_of_master(spec.master_weights, row.param().scalar_type());
-    found.params.push_back({row.group, row.index_in_group, !master.empty(), spec.names()});
-    if (row.has_grad()) trial.try_row(row, i, table, options, store, found.sums[i]);
+    const ParamSlot& slot = slots_[i];
+    const optim::StateSpec& spec = specs_.at(slot.group);
+    const std::string master =
+        optim::key_of_master(spec.master_weights, slot.param().scalar_type());
+    found.params.push_back({slot.group, slot.index_in_group, !master.empty(), spec.names()});
+    if (slot.has_grad()) trial.try_slot(slot, i, table, options, store, found.sums[i]);
   }
   found.skipped = trial.step_applied().defined()
                       ? to_device(trial.step_applied(), device).eq(0)
@@ -222,27 +223,27 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
 }
 
 // Takes a step with a copy of one parameter, and measures it.
-void Plan::try_row(const Row& row, int64_t index, GroupTable& table, const GradientOptions& options,
-                   StateStore& store, const at::Tensor& sums) {
-  rows_ = {row};
+void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
+                    const GradientOptions& options, StateStore& store, const at::Tensor& sums) {
+  slots_ = {slot};
   scans_.clear();
-  if (row.lacks_state()) set_state(0, std::move(store.make({index}).at(0)));
-  const Row before = rows_[0];
+  if (slot.lacks_state()) set_state(0, std::move(store.make({index}).at(0)));
+  const ParamSlot before = slots_[0];
   checks_.check_grad(before);
   checks_.check_tensors(before);
-  rows_[0] = with_copies(before, table.groups[row.group].common->write_back_grads);
+  slots_[0] = with_copies(before, table.groups[slot.group].common->write_back_grads);
   memory_is_checked_ = false;
   at::Tensor weight = decoded(before);
   NoStore nothing;
   step(table, options, nothing);
-  const Row& after = rows_[0];
+  const ParamSlot& after = slots_[0];
   // What is compared with the parameter is what its master has become by then.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);
   measure_moments(after, measured);
   sums.copy_(measured, /*non_blocking=*/true);
-  rows_.clear();
+  slots_.clear();
 }
 
 optim::Inspection InspectedStep::read() const {
@@ -251,22 +252,22 @@ optim::Inspection InspectedStep::read() const {
   const at::Tensor host = sums.to(at::kCPU);
   const auto numbers = host.accessor<double, 2>();
   for (size_t i = 0; i < params.size(); ++i) {
-    const auto row = numbers[static_cast<int64_t>(i)];
-    const double numel = row[kNumel];
+    const auto slot = numbers[static_cast<int64_t>(i)];
+    const double numel = slot[kNumel];
     if (std::isnan(numel)) continue;
-    const auto share = [&](InspectedSum sum) { return numel > 0.0 ? row[sum] / numel : 0.0; };
+    const auto share = [&](InspectedSum sum) { return numel > 0.0 ? slot[sum] / numel : 0.0; };
     optim::ParamInspection param;
     param.group = params[i].group;
     param.index_in_group = params[i].index_in_group;
-    param.norm = std::sqrt(row[kSquares]);
-    param.update_norm = std::sqrt(row[kUpdateSquares]);
+    param.norm = std::sqrt(slot[kSquares]);
+    param.update_norm = std::sqrt(slot[kUpdateSquares]);
     param.ratio = param.update_norm == 0.0 ? 0.0 : param.update_norm / param.norm;
-    param.largest_update = row[kLargestUpdate];
+    param.largest_update = slot[kLargestUpdate];
     param.unmoved = share(kUnmoved);
     if (params[i].has_master) param.unmoved_master = share(kUnmovedMaster);
     const std::vector<std::string>& buffers = params[i].buffers;
     for (size_t j = 0; j < buffers.size(); ++j) {
-      param.moment_norms.emplace_back(buffers[j], std::sqrt(row[kMomentSquares0 + j]));
+      param.moment_norms.emplace_back(buffers[j], std::sqrt(slot[kMomentSquares0 + j]));
     }
     inspection.params.push_back(std::move(param));
   }

@@ -54,7 +54,7 @@ Plan::Lock::~Lock() {
   // Of a step that was refused, no other may take the look for its own.
   if (std::uncaught_exceptions() > exceptions_) plan_.scans_.clear();
   plan_.let_go();
-  if (plan_.must_forget_) plan_.drop_rows();
+  if (plan_.must_forget_) plan_.drop_slots();
   plan_.user_ = std::thread::id();
 }
 
@@ -87,15 +87,15 @@ void Plan::set_tracks_grad_norms(bool tracks) {
 
 void Plan::forget() {
   must_forget_ = user_.load() != std::thread::id();
-  if (!must_forget_) drop_rows();
+  if (!must_forget_) drop_slots();
 }
 
-void Plan::drop_rows() {
+void Plan::drop_slots() {
   rounded_params_ = rounded_params();
   scaled_grads_ = scaled_grads();
   must_forget_ = false;
   specs_.clear();
-  rows_.clear();
+  slots_.clear();
   scans_.clear();
   written_storages_.clear();
   first_nonfinites_.clear();
@@ -104,68 +104,69 @@ void Plan::drop_rows() {
 }
 
 void Plan::register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params) {
-  drop_rows();
+  drop_slots();
   const auto keeps_more = [](const optim::StateSpec& a, const optim::StateSpec& b) {
     return a.buffer_count < b.buffer_count;
   };
   const auto most = std::max_element(specs.begin(), specs.end(), keeps_more);
   if (most != specs.end()) checks_.buffer_names = most->names();
   specs_ = std::move(specs);
-  rows_.reserve(params.size());
+  slots_.reserve(params.size());
   has_shards_ = false;
   for (const Param& param : params) {
-    add_row(param);
+    add_slot(param);
     has_shards_ |= param.partition.has_value();
   }
 }
 
-void Plan::add_row(const Param& param) {
-  Row& row = rows_.emplace_back();
-  row.group = param.group;
-  row.index_in_group = param.index_in_group;
-  row.object = param.object;
-  row.is_sharded = param.partition.has_value();
-  row.partition = param.partition.value_or(0);
-  row.global_offset = row.args.global_offset = param.global_offset;
-  const auto rounded = rounded_params_.find(row.object);
+void Plan::add_slot(const Param& param) {
+  ParamSlot& slot = slots_.emplace_back();
+  slot.group = param.group;
+  slot.index_in_group = param.index_in_group;
+  slot.object = param.object;
+  slot.is_sharded = param.partition.has_value();
+  slot.partition = param.partition.value_or(0);
+  slot.global_offset = slot.args.global_offset = param.global_offset;
+  const auto rounded = rounded_params_.find(slot.object);
   if (rounded != rounded_params_.end()) {
-    row.param_of_master = rounded->second.param;
-    row.fingerprints[kParam] = rounded->second.fingerprint;
+    slot.param_of_master = rounded->second.param;
+    slot.fingerprints[kParam] = rounded->second.fingerprint;
   }
-  const auto scaled = scaled_grads_.find(row.object);
+  const auto scaled = scaled_grads_.find(slot.object);
   if (scaled != scaled_grads_.end()) {
-    row.seen_grad = scaled->second.grad;
-    row.seen_grad_data = scaled->second.data;
-    row.seen_grad_is_scaled = true;
+    slot.seen_grad = scaled->second.grad;
+    slot.seen_grad_data = scaled->second.data;
+    slot.seen_grad_is_scaled = true;
   }
   memory_is_checked_ = false;
 }
 
 std::unordered_map<const void*, Plan::RoundedParam> Plan::rounded_params() const {
-  if (rows_.empty()) return rounded_params_;
+  if (slots_.empty()) return rounded_params_;
   std::unordered_map<const void*, RoundedParam> rounded;
-  for (const Row& row : rows_) {
-    if (!row.param_of_master.has_value()) continue;
-    rounded.insert({row.object, {*row.param_of_master, row.fingerprints[kParam]}});
+  for (const ParamSlot& slot : slots_) {
+    if (!slot.param_of_master.has_value()) continue;
+    rounded.insert({slot.object, {*slot.param_of_master, slot.fingerprints[kParam]}});
   }
   return rounded;
 }
 
 std::unordered_map<const void*, Plan::ScaledGrad> Plan::scaled_grads() const {
-  if (rows_.empty()) return scaled_grads_;
+  if (slots_.empty()) return scaled_grads_;
   std::unordered_map<const void*, ScaledGrad> scaled;
-  for (const Row& row : rows_) {
-    if (!row.seen_grad.has_value() || !row.seen_grad_is_scaled) continue;
-    scaled.insert({row.object, {*row.seen_grad, row.seen_grad_data}});
+  for (const ParamSlot& slot : slots_) {
+    if (!slot.seen_grad.has_value() || !slot.seen_grad_is_scaled) continue;
+    scaled.insert({slot.object, {*slot.seen_grad, slot.seen_grad_data}});
   }
   return scaled;
 }
 
 bool Plan::take_param(int64_t index, const at::Tensor& param) {
-  Row& row = rows_.at(index);
-  if (row.was_contiguous.has_value() && *row.was_contiguous != param.is_contiguous()) return false;
-  if (row.is_sharded) {
-    row.shard_of = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  ParamSlot& slot = slots_.at(index);
+  if (slot.was_contiguous.has_value() && *slot.was_contiguous != param.is_contiguous())
+    return false;
+  if (slot.is_sharded) {
+    slot.shard_of = c10::MaybeOwned<at::Tensor>::borrowed(param);
   } else {
     take_param(index, param, param.unsafeGetTensorImpl()->grad());
   }
@@ -173,53 +174,53 @@ bool Plan::take_param(int64_t index, const at::Tensor& param) {
 }
 
 void Plan::take_param(int64_t index, const at::Tensor& param, at::Tensor grad) {
-  Row& row = rows_.at(index);
-  row.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
-  row.owned[kGrad] = std::move(grad);
+  ParamSlot& slot = slots_.at(index);
+  slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  slot.owned[kGrad] = std::move(grad);
 }
 
 void Plan::set_shard(int64_t index, at::Tensor param, at::Tensor grad) {
-  Row& row = rows_.at(index);
-  row.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
-  row.owned[kGrad] = std::move(grad);
+  ParamSlot& slot = slots_.at(index);
+  slot.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
+  slot.owned[kGrad] = std::move(grad);
 }
 
 void Plan::set_state(int64_t index, ParamState state) {
-  Row& row = rows_.at(index);
-  row.number_of_buffers = static_cast<int>(state.buffers.size());
-  TORCH_CHECK(row.number_of_buffers <= kMaxBuffers, checks_.operation, ": ",
-              checks_.name_of(row, kParam), " must have up to ", kMaxBuffers, " buffers, got ",
-              row.number_of_buffers);
+  ParamSlot& slot = slots_.at(index);
+  slot.number_of_buffers = static_cast<int>(state.buffers.size());
+  TORCH_CHECK(slot.number_of_buffers <= kMaxBuffers, checks_.operation, ": ",
+              checks_.name_of(slot, kParam), " must have up to ", kMaxBuffers, " buffers, got ",
+              slot.number_of_buffers);
   if (state.master_param.defined() && state.master_param.scalar_type() != at::kFloat) {
-    check_is_residual(checks_.operation, checks_.name_of(row, kMaster), state.master_param,
-                      row.param());
+    check_is_residual(checks_.operation, checks_.name_of(slot, kMaster), state.master_param,
+                      slot.param());
     state.master_param = residual_elements(state.master_param);
   }
   for (int i = 0; i < kMaxBuffers; ++i) {
-    row.owned[kBuffer0 + i] = i < row.number_of_buffers ? state.buffers[i] : at::Tensor();
+    slot.owned[kBuffer0 + i] = i < slot.number_of_buffers ? state.buffers[i] : at::Tensor();
   }
-  row.owned[kMaster] = std::move(state.master_param);
-  row.owned[kStep] = std::move(state.step);
-  row.owned[kExponents] = std::move(state.exponents);
-  row.state_dtype = row.param().scalar_type();
-  row.state_device = row.param().device();
-  row.kernel.reset();
-  row.args_are_current = false;
+  slot.owned[kMaster] = std::move(state.master_param);
+  slot.owned[kStep] = std::move(state.step);
+  slot.owned[kExponents] = std::move(state.exponents);
+  slot.state_dtype = slot.param().scalar_type();
+  slot.state_device = slot.param().device();
+  slot.kernel.reset();
+  slot.args_are_current = false;
   memory_is_checked_ = false;
-  row.was_contiguous.reset();
-  const size_t group = row.group;
+  slot.was_contiguous.reset();
+  const size_t group = slot.group;
   if (group < specs_.size() && specs_[group].state_dtype.is_coded()) {
-    row.was_contiguous = (row.is_sharded ? *row.shard_of : row.param()).is_contiguous();
+    slot.was_contiguous = (slot.is_sharded ? *slot.shard_of : slot.param()).is_contiguous();
   }
 }
 
 void Plan::let_go() {
-  for (Row& row : rows_) {
-    row.current_param = c10::MaybeOwned<at::Tensor>();
-    row.shard_of = c10::MaybeOwned<at::Tensor>();
-    row.owned[kGrad].reset();
-    row.contiguous_copies.clear();
-    row.refreshed_master.reset();
+  for (ParamSlot& slot : slots_) {
+    slot.current_param = c10::MaybeOwned<at::Tensor>();
+    slot.shard_of = c10::MaybeOwned<at::Tensor>();
+    slot.owned[kGrad].reset();
+    slot.contiguous_copies.clear();
+    slot.refreshed_master.reset();
   }
 }
 
@@ -240,7 +241,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   check_with_states(table, options, store);
   if (checks_.naming == Naming::kGroups) {
     has_grad_norm_ = wants_norm(options.max_grad_norm);
-    has_grad_norms_ = tracks_grad_norms_ && !rows_.empty();
+    has_grad_norms_ = tracks_grad_norms_ && !slots_.empty();
   }
   bool freshly_scanned = false;
   const std::vector<GradScan> scans =
@@ -257,7 +258,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     batch.lrs = lrs_on(batch.device, table);
     scratch_.make_room(batch.device);
     make_room(batch, table);
-    progress_.params += static_cast<int64_t>(batch.rows.size());
+    progress_.params += static_cast<int64_t>(batch.slots.size());
   }
   const bool is_written = std::any_of(
       all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
@@ -310,9 +311,9 @@ void Plan::check_with_states(const GroupTable& table, const GradientOptions& opt
                              StateStore& store) {
   check_groups(table, options.max_grad_norm);
   std::vector<int64_t> missing;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    const Row& row = rows_[i];
-    if (row.has_grad() && row.lacks_state()) missing.push_back(static_cast<int64_t>(i));
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const ParamSlot& slot = slots_[i];
+    if (slot.has_grad() && slot.lacks_state()) missing.push_back(static_cast<int64_t>(i));
   }
   try {
     if (!missing.empty()) {
@@ -322,7 +323,7 @@ void Plan::check_with_states(const GroupTable& table, const GradientOptions& opt
     check_step(table, options);
     store.keep();
   } catch (...) {
-    for (const int64_t index : missing) rows_[index].state_dtype = at::ScalarType::Undefined;
+    for (const int64_t index : missing) slots_[index].state_dtype = at::ScalarType::Undefined;
     throw;
   }
 }
@@ -337,31 +338,31 @@ void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_inputs(options);
   // After unscale_ a scaler gives no scale, but what it has found.
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    if (i + kTensorsAhead < rows_.size()) rows_[i + kTensorsAhead].prefetch_tensors();
-    if (i + kStoragesAhead < rows_.size()) rows_[i + kStoragesAhead].prefetch_storages();
-    Row& row = rows_[i];
-    if (row.has_grad()) {
-      check_row(row, table);
-      if (!is_of_scaler) checks_.check_carries_no_scale(row);
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (i + kTensorsAhead < slots_.size()) slots_[i + kTensorsAhead].prefetch_tensors();
+    if (i + kStoragesAhead < slots_.size()) slots_[i + kStoragesAhead].prefetch_storages();
+    ParamSlot& slot = slots_[i];
+    if (slot.has_grad()) {
+      check_slot(slot, table);
+      if (!is_of_scaler) checks_.check_carries_no_scale(slot);
     }
-    row.master_is_current = row.has_current_master();
+    slot.master_is_current = slot.has_current_master();
   }
   if (!memory_is_checked_) check_memory();
 }
 
 std::vector<Plan::Batch> Plan::batches() {
   std::vector<Batch> batches;
-  for (Row& row : rows_) {
-    if (!row.has_grad()) continue;
-    const at::Device device = row.param().device();
+  for (ParamSlot& slot : slots_) {
+    if (!slot.has_grad()) continue;
+    const at::Device device = slot.param().device();
     auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& candidate) {
-      return candidate.kernel == *row.kernel && candidate.device == device;
+      return candidate.kernel == *slot.kernel && candidate.device == device;
     });
     if (batch == batches.end()) {
-      batch = batches.insert(batch, {device, *row.kernel, {}, {}, {}, false, {}});
+      batch = batches.insert(batch, {device, *slot.kernel, {}, {}, {}, false, {}});
     }
-    batch->rows.push_back(&row);
+    batch->slots.push_back(&slot);
   }
   return batches;
 }
@@ -416,29 +417,30 @@ std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& devi
 }
 
 void Plan::make_room(Batch& batch, const GroupTable& table) const {
-  batch.all_args.reserve(batch.rows.size());
-  for (Row* row : batch.rows) {
-    const GroupTable::Entry& group = table.groups[row->group];
+  batch.all_args.reserve(batch.slots.size());
+  for (ParamSlot* slot : batch.slots) {
+    const GroupTable::Entry& group = table.groups[slot->group];
     // An interrupt may have left the refreshed master of the last step, which must not come back.
     // The parameter is a part of a split master, which follows it.
     const bool is_out_of_date =
-        row->master_param().defined() && !row->has_split_master() && !row->master_is_current;
-    row->refreshed_master =
-        is_out_of_date ? refreshed_master(row->param(), row->master_param()) : at::Tensor();
-    if (!row->args_are_current) row->fill_args();
-    KernelTensorArgs& args = batch.all_args.emplace_back(row->args);
-    args.dithered = group.dithered != 0 ? (group.dithered & row->low_precision) | row->dithers : 0;
+        slot->master_param().defined() && !slot->has_split_master() && !slot->master_is_current;
+    slot->refreshed_master =
+        is_out_of_date ? refreshed_master(slot->param(), slot->master_param()) : at::Tensor();
+    if (!slot->args_are_current) slot->fill_args();
+    KernelTensorArgs& args = batch.all_args.emplace_back(slot->args);
+    args.dithered =
+        group.dithered != 0 ? (group.dithered & slot->low_precision) | slot->dithers : 0;
     TORCH_CHECK(args.dithered == 0 || args.step != nullptr || group.common->timestep >= 1.0,
-                checks_.operation, ": ", checks_.name_of(*row, kStep),
+                checks_.operation, ": ", checks_.name_of(*slot, kStep),
                 " must be there to dither, got None");
   }
-  batch.is_launched = std::make_unique<bool[]>(batch.rows.size());
+  batch.is_launched = std::make_unique<bool[]>(batch.slots.size());
 }
 
 void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) {
-  for (Row* row : batch.rows) {
-    if (row->refreshed_master.defined()) row->master_param().copy_(row->refreshed_master);
-    for (const ContiguousCopy& contiguous_copies : row->contiguous_copies)
+  for (ParamSlot* slot : batch.slots) {
+    if (slot->refreshed_master.defined()) slot->master_param().copy_(slot->refreshed_master);
+    for (const ContiguousCopy& contiguous_copies : slot->contiguous_copies)
       contiguous_copies.dense.copy_(contiguous_copies.original);
   }
   for (size_t group = 0; group < batch.lrs.size(); ++group) {
@@ -470,36 +472,36 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) 
 // copy that fails is the last one.
 void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
   bool copies = true;
-  for (size_t i = 0; i < batch.rows.size(); ++i) {
+  for (size_t i = 0; i < batch.slots.size(); ++i) {
     if (!batch.is_launched[i]) continue;
-    Row& row = *batch.rows[i];
-    row.mark_written();
+    ParamSlot& slot = *batch.slots[i];
+    slot.mark_written();
     try {
-      if (copies) row.copy_back(batch.inputs.pointers.skip_nonfinite);
+      if (copies) slot.copy_back(batch.inputs.pointers.skip_nonfinite);
     } catch (...) {
       copies = false;
       if (failure == nullptr) failure = std::current_exception();
     }
     const bool is_whole =
-        copies || std::none_of(row.contiguous_copies.begin(), row.contiguous_copies.end(),
+        copies || std::none_of(slot.contiguous_copies.begin(), slot.contiguous_copies.end(),
                                [](const ContiguousCopy& one) { return one.written; });
     ++(is_whole ? progress_.stepped : progress_.stepped_in_part);
   }
   if (failure != nullptr) std::rethrow_exception(failure);
 }
 
-OptimizerKernel Plan::kernel_of(const Row& row, const GroupTable& table) const {
-  const auto kernel = table.kernel(row.number_of_buffers);
-  TORCH_CHECK(row.state_dtype == row.param().scalar_type() && kernel.has_value(), checks_.operation,
-              ": ", checks_.name_of(row, kParam), " has the state of no kernel, got ",
-              row.number_of_buffers, " buffers");
+OptimizerKernel Plan::kernel_of(const ParamSlot& slot, const GroupTable& table) const {
+  const auto kernel = table.kernel(slot.number_of_buffers);
+  TORCH_CHECK(slot.state_dtype == slot.param().scalar_type() && kernel.has_value(),
+              checks_.operation, ": ", checks_.name_of(slot, kParam),
+              " has the state of no kernel, got ", slot.number_of_buffers, " buffers");
   return *kernel;
 }
 
 void Plan::check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const {
   const auto count = static_cast<int64_t>(table.groups.size());
-  for (const Row& row : rows_) {
-    TORCH_CHECK(row.group < count, checks_.operation, ": hyperparameters of group ", row.group,
+  for (const ParamSlot& slot : slots_) {
+    TORCH_CHECK(slot.group < count, checks_.operation, ": hyperparameters of group ", slot.group,
                 " are missing, got ", count, " groups");
   }
   for (const GroupTable::Entry& group : table.groups) {
@@ -511,39 +513,39 @@ void Plan::check_groups(const GroupTable& table, const std::optional<double>& ma
               ": max_grad_norm must be at least 0, got ", *max_grad_norm);
 }
 
-void Plan::check_row(Row& row, const GroupTable& table) {
-  const bool writes_grad = table.groups[row.group].common->write_back_grads;
-  if (row.writes_grad != writes_grad) row.fingerprints[kGrad] = {};  // is checked anew
-  row.writes_grad = writes_grad;
-  if (!row.kernel.has_value()) row.kernel = kernel_of(row, table);
+void Plan::check_slot(ParamSlot& slot, const GroupTable& table) {
+  const bool writes_grad = table.groups[slot.group].common->write_back_grads;
+  if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // is checked anew
+  slot.writes_grad = writes_grad;
+  if (!slot.kernel.has_value()) slot.kernel = kernel_of(slot, table);
   // What was read safely once is as safe now, unless it came to share memory with what is written.
-  const bool grad_was_shared = row.writes_grad && row.leave_lazy_clone(kGrad);
-  if (row.take_fingerprint(kGrad) || grad_was_shared) {
-    row.grad_is_current = false;
-    if (row.writes_grad || reaches_written_memory(row.grad())) memory_is_checked_ = false;
+  const bool grad_was_shared = slot.writes_grad && slot.leave_lazy_clone(kGrad);
+  if (slot.take_fingerprint(kGrad) || grad_was_shared) {
+    slot.grad_is_current = false;
+    if (slot.writes_grad || reaches_written_memory(slot.grad())) memory_is_checked_ = false;
   }
   for (int list = 0; list < kLists; ++list) {
     if (list == kGrad) continue;
-    const bool was_shared = row.leave_lazy_clone(list);
-    const bool has_moved = row.take_fingerprint(list);
-    if (list == kParam && was_shared) follow_own_memory(row);
+    const bool was_shared = slot.leave_lazy_clone(list);
+    const bool has_moved = slot.take_fingerprint(list);
+    if (list == kParam && was_shared) follow_own_memory(slot);
     if (!was_shared && !has_moved) continue;
-    row.args_are_current = false;
+    slot.args_are_current = false;
     memory_is_checked_ = false;
     // The same memory may have other strides.
-    if (list == kParam && has_moved) row.param_of_master.reset();
+    if (list == kParam && has_moved) slot.param_of_master.reset();
   }
-  if (row.args_are_current && (row.grad_is_current || row.take_new_grad())) return;
-  row.args_are_current = false;
-  checks_.check_grad(row);
-  checks_.check_tensors(row);
+  if (slot.args_are_current && (slot.grad_is_current || slot.take_new_grad())) return;
+  slot.args_are_current = false;
+  checks_.check_grad(slot);
+  checks_.check_tensors(slot);
 }
 
 // Other parameters may be views of the tensor that has got memory of its own, which they have too.
-void Plan::follow_own_memory(const Row& row) {
-  for (Row& other : rows_) {
-    if (storage_of(other.param()) != storage_of(row.param())) continue;
-    other.fingerprints[kParam].storage = row.fingerprints[kParam].storage;
+void Plan::follow_own_memory(const ParamSlot& slot) {
+  for (ParamSlot& other : slots_) {
+    if (storage_of(other.param()) != storage_of(slot.param())) continue;
+    other.fingerprints[kParam].storage = slot.fingerprints[kParam].storage;
     other.args_are_current = false;
   }
 }
@@ -551,19 +553,19 @@ void Plan::follow_own_memory(const Row& row) {
 void Plan::check_memory() {
   std::vector<MemoryUse> uses;
   written_storages_.clear();
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    if (!rows_[i].has_grad()) rows_[i].fingerprints[kGrad] = {};  // of one that was refused
-    if (rows_[i].fingerprints[kParam].numel < 0) continue;        // has not had a gradient yet
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // of one that was refused
+    if (slots_[i].fingerprints[kParam].numel < 0) continue;         // has not had a gradient yet
     for (int list = 0; list < kLists; ++list) {
-      const at::Tensor& tensor = rows_[i].tensor(list);
+      const at::Tensor& tensor = slots_[i].tensor(list);
       if (!tensor.defined()) continue;
-      const bool written = list != kGrad || rows_[i].writes_grad;
+      const bool written = list != kGrad || slots_[i].writes_grad;
       uses.push_back({&tensor, written, list, static_cast<int64_t>(i)});
       if (written) written_storages_.insert(storage_of(tensor)->data());
     }
   }
   check_no_overlap(checks_.operation, uses, [&](const MemoryUse& use) {
-    return checks_.name_of(rows_[use.index], use.list);
+    return checks_.name_of(slots_[use.index], use.list);
   });
   memory_is_checked_ = true;
 }
@@ -580,19 +582,19 @@ bool Plan::reaches_written_memory(const at::Tensor& grad) const {
 
 // Parameters that are views of one tensor share its version, which each of them has changed.
 void Plan::remember_masters() {
-  for (Row& row : rows_) {
-    if (row.master() != Master::kFloat32 || !row.master_is_current) continue;
-    SeenTensor::remember(row.param_of_master, row.param(), row.version());
+  for (ParamSlot& slot : slots_) {
+    if (slot.master() != Master::kFloat32 || !slot.master_is_current) continue;
+    SeenTensor::remember(slot.param_of_master, slot.param(), slot.version());
   }
 }
 
 // Gradients that were written back are unscaled, unless the step was skipped, which only the device
 // knows.
 void Plan::remember_scaled_grads(bool are_as_seen) {
-  for (Row& row : rows_) {
-    if (!row.has_grad()) continue;
-    if (!are_as_seen) row.see_grad();
-    row.seen_grad_is_scaled = !row.writes_grad;
+  for (ParamSlot& slot : slots_) {
+    if (!slot.has_grad()) continue;
+    if (!are_as_seen) slot.see_grad();
+    slot.seen_grad_is_scaled = !slot.writes_grad;
   }
 }
 

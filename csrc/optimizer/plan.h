@@ -26,8 +26,8 @@
 #include "optimizer/group_table.h"
 #include "optimizer/inspection.h"
 #include "optimizer/norm_statistics.h"
-#include "optimizer/row.h"
-#include "optimizer/row_checks.h"
+#include "optimizer/param_slot.h"
+#include "optimizer/param_slot_checks.h"
 #include "optimizer/states.h"
 #include "optimizer/weight_average.h"
 #include "tensors/tensor_memory.h"
@@ -128,17 +128,17 @@ class AMP_EXT_API Plan {
   // keep.
   void register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params);
 
-  int64_t number_of_params() const { return static_cast<int64_t>(rows_.size()); }
+  int64_t number_of_params() const { return static_cast<int64_t>(slots_.size()); }
   // Group of the parameter at an index, and its index there.
   std::pair<int64_t, int64_t> place_of(int64_t index) const {
-    return {rows_.at(index).group, rows_.at(index).index_in_group};
+    return {slots_.at(index).group, slots_.at(index).index_in_group};
   }
   // Whether the groups that were listed kept the same states.
   bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // Whether that is the parameter at this index, and in this group.
   bool is_param(int64_t index, int64_t group, const void* object) const {
-    return index < number_of_params() && rows_[index].object == object &&
-           rows_[index].group == group;
+    return index < number_of_params() && slots_[index].object == object &&
+           slots_[index].group == group;
   }
   bool has_shards() const { return has_shards_; }
   // Whether parameters are sharded such that no rank alone knows the norm of all gradients.
@@ -193,7 +193,7 @@ class AMP_EXT_API Plan {
   // The warning of it, given the name of the parameter.
   std::string warning_of_write(const std::string& param) const;
 
-  bool has_grads() const { return outer_rows_with_grad()[0] != nullptr; }
+  bool has_grads() const { return outer_slots_with_grad()[0] != nullptr; }
 
   // Throws if there are no gradients, or the last step has taken them.
   void check_is_before_step() const;
@@ -237,7 +237,7 @@ class AMP_EXT_API Plan {
 
   // The parameter whose elements are compared with its master before the next step.
   struct MasterSample {
-    size_t row;
+    size_t slot;
     int64_t master_version;
   };
 
@@ -283,7 +283,7 @@ class AMP_EXT_API Plan {
   struct Batch {
     at::Device device;
     OptimizerKernel kernel;
-    std::vector<Row*> rows;
+    std::vector<ParamSlot*> slots;
     DeviceInputs inputs;
     std::vector<std::optional<LrOnDevice>> lrs;  // [groups], where they are tensors
     bool is_skipped;                             // as the host knows already
@@ -291,12 +291,12 @@ class AMP_EXT_API Plan {
     std::unique_ptr<bool[]> is_launched;  // [records]
   };
 
-  void add_row(const Param& param);
+  void add_slot(const Param& param);
   void set_state(int64_t index, ParamState state);
   std::vector<AveragedWeight> weights(const MastersByParam& masters) const;
   void swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights);
   void forget_writes(const SwapEnd& end);
-  void drop_rows();
+  void drop_slots();
   void let_go();
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
@@ -324,27 +324,27 @@ class AMP_EXT_API Plan {
   std::vector<GradScan> scan_grads(const OptionalTensor& found_inf,
                                    const OptionalTensor& grad_scale,
                                    const optim::ClippingOptions& options);
-  GradScan& scan_of(std::vector<GradScan>& scans, const Row& row, const OptionalTensor& found_inf,
-                    const optim::ClippingOptions& options) const;
+  GradScan& scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
+                    const OptionalTensor& found_inf, const optim::ClippingOptions& options) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
   bool gradients_are_as_seen() const;
-  OptimizerKernel kernel_of(const Row& row, const GroupTable& table) const;
+  OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
-  void check_row(Row& row, const GroupTable& table);
-  void follow_own_memory(const Row& row);
+  void check_slot(ParamSlot& slot, const GroupTable& table);
+  void follow_own_memory(const ParamSlot& slot);
   void check_memory();
   bool reaches_written_memory(const at::Tensor& grad) const;
   void remember_masters();
   void choose_sample();
   void remember_scaled_grads(bool are_as_seen);
   void remember_step();
-  std::array<const Row*, 2> outer_rows_with_grad() const;
+  std::array<const ParamSlot*, 2> outer_slots_with_grad() const;
   void become_trial_of(const Plan& plan);
-  void try_row(const Row& row, int64_t index, GroupTable& table, const GradientOptions& options,
-               StateStore& store, const at::Tensor& sums);
-  void measure_moments(const Row& row, const at::Tensor& sums) const;
+  void try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
+                const GradientOptions& options, StateStore& store, const at::Tensor& sums);
+  void measure_moments(const ParamSlot& slot, const at::Tensor& sums) const;
 
-  RowChecks checks_;
+  ParamSlotChecks checks_;
   std::atomic<std::thread::id> user_{};  // the thread in a use
   bool must_forget_ = false;             // at the end of it
   bool is_swapped_in_ = false;
@@ -365,7 +365,7 @@ class AMP_EXT_API Plan {
   at::Tensor step_applied_;
   int64_t steps_ = 0;                    // that have come to their end, taken or skipped
   std::vector<optim::StateSpec> specs_;  // by group, when the rows were listed
-  std::vector<Row> rows_;
+  std::vector<ParamSlot> slots_;
   bool has_shards_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // as of the last check

@@ -17,7 +17,7 @@
 #include "optimizer/masters.h"
 #include "optimizer/moments.h"
 #include "optimizer/optimizer_description.h"
-#include "optimizer/row.h"
+#include "optimizer/param_slot.h"
 
 namespace amp_ext::optim {
 

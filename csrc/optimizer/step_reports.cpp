@@ -37,8 +37,8 @@ at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::De
 // write them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
   const auto allocate = [&](at::Tensor& norms, bool& are_of_last_step, at::IntArrayRef sizes) {
-    if (rows_.empty()) return;
-    const at::Device device = rows_.front().param().device();
+    if (slots_.empty()) return;
+    const at::Device device = slots_.front().param().device();
     if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
     const OutsideInferenceMode normal;
     are_of_last_step = false;
@@ -48,16 +48,16 @@ void Plan::take_norms(GradientOptions& options) {
   if (wants_norm) allocate(grad_norm_, has_grad_norm_, {});
   if (tracks_grad_norms_) allocate(grad_norms_, has_grad_norms_, {number_of_params()});
   if (wants_norm && grad_norm_.defined()) options.grad_norm = grad_norm_;
-  if (is_guarded() && counts_norms_ && !rows_.empty())
-    guard_->move_to(rows_.front().param().device());
+  if (is_guarded() && counts_norms_ && !slots_.empty())
+    guard_->move_to(slots_.front().param().device());
 }
 
 // Where the step leaves whether it has landed: in `step_applied_`, or, where no batch is on the
 // device of that, beside a batch. Undefined where nobody follows. A captured graph may write
 // `step_applied_` for as long as the plan lives.
 at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
-  if (!tracks_step_applied_ || checks_.naming != Naming::kGroups || rows_.empty()) return {};
-  const at::Device device = rows_.front().param().device();
+  if (!tracks_step_applied_ || checks_.naming != Naming::kGroups || slots_.empty()) return {};
+  const at::Device device = slots_.front().param().device();
   const OutsideInferenceMode normal;
   const auto options = at::TensorOptions(device).dtype(at::kFloat);
   if (!step_applied_.defined() || step_applied_.device() != device) {
@@ -101,24 +101,25 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<GradSca
 // One parameter after another, so that the cost of a step does not depend on their number.
 void Plan::choose_sample() {
   sample_.reset();
-  if (!finds_writes_ || rows_.empty()) return;
-  const size_t index = static_cast<size_t>(steps_) % rows_.size();
-  const Row& row = rows_[index];
-  const bool is_comparable = row.args_are_current && row.args.master == Master::kFloat32 &&
-                             row.args.numel > 0 && row.param().is_cpu();
-  if (is_comparable) sample_ = {index, version_of(row.master_param())};
+  if (!finds_writes_ || slots_.empty()) return;
+  const size_t index = static_cast<size_t>(steps_) % slots_.size();
+  const ParamSlot& slot = slots_[index];
+  const bool is_comparable = slot.args_are_current && slot.args.master == Master::kFloat32 &&
+                             slot.args.numel > 0 && slot.param().is_cpu();
+  if (is_comparable) sample_ = {index, version_of(slot.master_param())};
 }
 
 std::optional<int64_t> Plan::find_uncounted_write() {
   if (!sample_.has_value() || !finds_writes_) return {};
-  const Row& row = rows_[sample_->row];
-  const bool is_as_the_step_left_it = row.args_are_current && row.has_current_master() &&
-                                      version_of(row.master_param()) == sample_->master_version &&
-                                      row.param().const_data_ptr() == row.args.param &&
-                                      row.master_param().const_data_ptr() == row.args.master_param;
-  if (!is_as_the_step_left_it || !row.differs_from_master(steps_)) return {};
+  const ParamSlot& slot = slots_[sample_->slot];
+  const bool is_as_the_step_left_it =
+      slot.args_are_current && slot.has_current_master() &&
+      version_of(slot.master_param()) == sample_->master_version &&
+      slot.param().const_data_ptr() == slot.args.param &&
+      slot.master_param().const_data_ptr() == slot.args.master_param;
+  if (!is_as_the_step_left_it || !slot.differs_from_master(steps_)) return {};
   finds_writes_ = false;
-  return static_cast<int64_t>(sample_->row);
+  return static_cast<int64_t>(sample_->slot);
 }
 
 std::string Plan::warning_of_write(const std::string& param) const {

@@ -125,8 +125,8 @@ void launch_average(const std::vector<AveragedWeight>& weights,
 
 std::vector<int64_t> Plan::params_without_state() const {
   std::vector<int64_t> indices;
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    const bool lacks = is_16_bit(rows_[i].param().scalar_type()) && rows_[i].lacks_state();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const bool lacks = is_16_bit(slots_[i].param().scalar_type()) && slots_[i].lacks_state();
     if (lacks) indices.push_back(static_cast<int64_t>(i));
   }
   return indices;
@@ -136,22 +136,22 @@ std::vector<int64_t> Plan::params_without_state() const {
 // another dtype or shape are not the parameter's any more.
 std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   std::vector<AveragedWeight> weights;
-  weights.reserve(rows_.size());
-  for (size_t i = 0; i < rows_.size(); ++i) {
-    const Row& row = rows_[i];
-    const at::Tensor& param = row.param();
+  weights.reserve(slots_.size());
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const ParamSlot& slot = slots_[i];
+    const at::Tensor& param = slot.param();
     at::Tensor master;
-    if (!row.lacks_state()) {
-      master = row.master_param();
+    if (!slot.lacks_state()) {
+      master = slot.master_param();
     } else if (const auto kept = masters.find(static_cast<int64_t>(i)); kept != masters.end()) {
       master = kept->second;
     }
     if (master.defined() && !master.sizes().equals(param.sizes())) master.reset();
-    if (master.defined() && master.scalar_type() == at::kFloat && !row.has_current_master()) {
+    if (master.defined() && master.scalar_type() == at::kFloat && !slot.has_current_master()) {
       master = refreshed_master(param, master);
     }
-    weights.push_back(
-        {row.object, param, std::move(master), row.global_offset, row.group, row.index_in_group});
+    weights.push_back({slot.object, param, std::move(master), slot.global_offset, slot.group,
+                       slot.index_in_group});
   }
   return weights;
 }
@@ -198,8 +198,8 @@ void Plan::forget_writes(const SwapEnd& end) {
     const auto writes = end.writes.find(object);
     if (writes != end.writes.end()) seen.version += writes->second;
   };
-  for (Row& row : rows_) {
-    if (row.param_of_master.has_value()) forget(row.object, *row.param_of_master);
+  for (ParamSlot& slot : slots_) {
+    if (slot.param_of_master.has_value()) forget(slot.object, *slot.param_of_master);
   }
   for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
 }

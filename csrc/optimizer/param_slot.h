@@ -51,7 +51,7 @@ struct ContiguousCopy {
 // How many rows ahead a loop over them fetches tensors, and their storages once those have arrived.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
-struct Row {
+struct ParamSlot {
   const void* object;
   // Only during a use of the plan, as the gradient. A reference of our own would cost more than the
   // rest.

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "optimizer/group_table.h"
-#include "optimizer/row.h"
+#include "optimizer/param_slot.h"
 
 namespace amp_ext {
 
@@ -13,22 +13,22 @@ namespace amp_ext {
 // optimizer.
 enum class Naming { kLists, kGroups };
 
-struct RowChecks {
+struct ParamSlotChecks {
   std::string operation;
   std::vector<std::string> buffer_names;  // keys, or names of lists
   Naming naming;
   const BufferDescription* described = nullptr;  // the buffers of the formula, in a step
 
-  std::string name_of(const Row& row, int list) const;
-  std::string code_name(const Row& row, int buffer) const;
-  void check_grad(const Row& row) const;
+  std::string name_of(const ParamSlot& slot, int list) const;
+  std::string code_name(const ParamSlot& slot, int buffer) const;
+  void check_grad(const ParamSlot& slot) const;
   // The dtypes, sizes and devices of all tensors.
-  void check_tensors(const Row& row) const;
+  void check_tensors(const ParamSlot& slot) const;
   // Whether the gradient still carries the scale of an earlier step.
-  void check_carries_no_scale(const Row& row) const;
+  void check_carries_no_scale(const ParamSlot& slot) const;
 
  private:
-  void check_buffers(const Row& row) const;
+  void check_buffers(const ParamSlot& slot) const;
 };
 
 }  // namespace amp_ext

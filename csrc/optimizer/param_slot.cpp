@@ -1,6 +1,6 @@
 // The tensors of one parameter: whether they are as they were, what an engine is told of them, and
 // what a step leaves behind.
-#include "optimizer/row.h"
+#include "optimizer/param_slot.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -30,11 +30,11 @@ at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_pa
 }
 
 // A write to a sharded parameter shows there; one to its shard, here.
-int64_t Row::version() const {
+int64_t ParamSlot::version() const {
   return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
 }
 
-Master Row::master() const {
+Master ParamSlot::master() const {
   if (!master_param().defined()) return Master::kNone;
   switch (master_param().scalar_type()) {
     case at::kByte:
@@ -47,7 +47,7 @@ Master Row::master() const {
   }
 }
 
-BufferFormat Row::format(int buffer) const {
+BufferFormat ParamSlot::format(int buffer) const {
   const at::Tensor& tensor = owned[kBuffer0 + buffer];
   switch (tensor.scalar_type()) {
     case at::kChar:
@@ -59,35 +59,35 @@ BufferFormat Row::format(int buffer) const {
   }
 }
 
-bool Row::has_codes() const {
+bool ParamSlot::has_codes() const {
   const auto& formats = args.buffer_formats;
   return std::any_of(std::begin(formats), std::end(formats), is_code);
 }
 
-bool Row::has_current_master() const {
+bool ParamSlot::has_current_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
 }
 
 // A write to a sharded gradient shows there; one to its shard, here.
-int64_t Row::grad_version() const {
+int64_t ParamSlot::grad_version() const {
   const at::Tensor* const unsharded = is_sharded ? &shard_of->grad() : nullptr;
   return version_of(grad()) +
          (unsharded != nullptr && unsharded->defined() ? version_of(*unsharded) : 0);
 }
 
-bool Row::grad_is_as_seen() const {
+bool ParamSlot::grad_is_as_seen() const {
   return seen_grad.has_value() && seen_grad->is(grad(), grad_version()) &&
          seen_grad_data == grad().const_data_ptr();
 }
 
-void Row::see_grad() {
+void ParamSlot::see_grad() {
   if (grad_is_as_seen()) return;
   SeenTensor::remember(seen_grad, grad(), grad_version());
   seen_grad_data = grad().const_data_ptr();
   seen_grad_is_scaled = false;
 }
 
-bool Row::leave_lazy_clone(int list) {
+bool ParamSlot::leave_lazy_clone(int list) {
   const at::Tensor& tensor = this->tensor(list);
   if (!tensor.defined() || !is_lazily_cloned(tensor)) return false;
   const void* const shared = storage_of(tensor)->data();
@@ -96,7 +96,7 @@ bool Row::leave_lazy_clone(int list) {
   return true;
 }
 
-bool Row::take_fingerprint(int list) {
+bool ParamSlot::take_fingerprint(int list) {
   const at::Tensor& tensor = this->tensor(list);
   if (!tensor.defined()) return false;
   Fingerprint fingerprint = Fingerprint::of(tensor);
@@ -107,7 +107,7 @@ bool Row::take_fingerprint(int list) {
 }
 
 // Most gradients are new at each step and like the last ones: only the address changes.
-bool Row::take_new_grad() {
+bool ParamSlot::take_new_grad() {
   const at::Tensor& grad = this->grad();
   if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(param().sizes()) ||
       grad.device() != param().device() ||
@@ -122,7 +122,7 @@ bool Row::take_new_grad() {
   return true;
 }
 
-void Row::fill_args() {
+void ParamSlot::fill_args() {
   contiguous_copies.clear();
   // All memory is walked in the order of the parameter's, or of its dense copy.
   at::Tensor layout = param();
@@ -179,7 +179,7 @@ void Row::fill_args() {
       });
 }
 
-void Row::mark_written() {
+void ParamSlot::mark_written() {
   for (int list = 0; list < kLists; ++list) {
     const bool written = tensor(list).defined() && (list != kGrad || writes_grad);
     if (written) bump_version(tensor(list));
@@ -188,7 +188,7 @@ void Row::mark_written() {
   master_is_current = true;
 }
 
-bool Row::differs_from_master(uint64_t seed) const {
+bool ParamSlot::differs_from_master(uint64_t seed) const {
   constexpr int kElements = 4;
   const auto* const master = static_cast<const float*>(args.master_param);
   for (int i = 0; i < kElements; ++i) {
@@ -212,7 +212,7 @@ bool Row::differs_from_master(uint64_t seed) const {
 // An element of a gradient that was skipped stays as it was, also where converting it to the dtype
 // of the dense copy and back would change it: the bits of NaN, and a number too large for that
 // dtype.
-void Row::copy_back(bool skip_nonfinite) const {
+void ParamSlot::copy_back(bool skip_nonfinite) const {
   for (const ContiguousCopy& contiguous_copies : contiguous_copies) {
     if (!contiguous_copies.written) continue;
     const at::ScalarType dtype = contiguous_copies.original.scalar_type();
