@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 sys.path.append(str(ROOT))  # behind a package that is installed
 
 import checkpoint_corpus as corpus  # noqa: E402
-from harness.deeds import do  # noqa: E402
+from harness.call_scenarios import do  # noqa: E402
 from harness.optimizer_cases import CLASSES  # noqa: E402
 
 import amp_ext  # noqa: E402

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.deeds import whole
+from harness.call_scenarios import whole
 from harness.hashes import Hash, numbers
 from torch import Tensor
 from torch.nn import Parameter
@@ -151,7 +151,7 @@ def plan_of(row: str, configuration: str, path: Path | None = None) -> Saved:
     }
 
 
-def deed_of(plan: Saved, archive: Path | None = None) -> Saved:
+def scenario_of(plan: Saved, archive: Path | None = None) -> Saved:
     """Returns what C++ does for a plan; an archive of torch has the states of its file."""
     calls: list[tuple[str, Any]] = []
     if plan["file"] is not None:
@@ -273,7 +273,7 @@ def write_in_cpp(folder: Path, row: str, configuration: str) -> None:
     if path.exists():
         return
     with tempfile.TemporaryDirectory() as work:
-        torch.save(deed_of(plan_of(row, configuration)), Path(work, "deed.pt"))
+        torch.save(scenario_of(plan_of(row, configuration)), Path(work, "scenario.pt"))
         done = subprocess.run([PROGRAM], input=f"do\t{work}\n", capture_output=True, text=True)
         assert done.stdout == "\x040\n", done.stdout
         for writer, name in (("cpp", "cpp.pt"), ("archive", "archive.pt")):

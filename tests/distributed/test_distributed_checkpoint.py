@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.optimizer_cases import (
     Optimizer,
     assert_same_bits,

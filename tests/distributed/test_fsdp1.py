@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import ranks
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.optimizer_cases import Optimizer, assert_same_bits, optimizers_named, ours
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

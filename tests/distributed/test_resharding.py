@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import ranks
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.optimizer_cases import optimizers_named, ours
 from harness.reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -2,7 +2,7 @@
 
 Rows, and what results are held against:
 
-* `awkward`: sizes, layouts and dtypes that kernels get wrong.
+* `edge_shapes`: sizes, layouts and dtypes that kernels get wrong.
 * `rows`: rows of parametrized tests as a table.
 * `reference`: the formulas of the optimizers in plain torch float64, and tolerances.
 * `number_codes`: the codes of low-memory states in plain torch.
@@ -20,12 +20,12 @@ What is tested, in tables:
 * `scaler_cases`: scalers, and one way to step the optimizers under them.
 * `trainer_cases`: small trainings and their parts.
 * `ranks`: ranks of distributed training, and what each checks there.
-* `deeds`: calls as plain values, which Python and C++ do alike.
+* `call_scenarios`: calls as plain values, which Python and C++ do alike.
 * `refused_calls`: calls that Python and C++ refuse alike, with the exception and its text.
 
 What goes wrong on purpose:
 
-* `refusals`: launches and copies that are refused.
+* `launch_failures`: launches and copies that are refused.
 * `interrupts`: Ctrl-C at each line of a call.
 * `disk`: a disk on which a save ends in the middle.
 

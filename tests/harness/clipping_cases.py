@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import amp_ext
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import OPTIMIZERS, Optimizer, make_params, ours, params_of, twins
 from harness.reference import tolerance
 from harness.rows import rows

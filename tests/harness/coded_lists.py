@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.awkward import BF16, SHAPES, Dtypes
+from harness.edge_shapes import BF16, SHAPES, Dtypes
 from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,

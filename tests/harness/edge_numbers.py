@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from harness.awkward import BF16, F16, F32, INF, Dtypes
 from harness.coded_lists import encode
+from harness.edge_shapes import BF16, F16, F32, INF, Dtypes
 from harness.list_operations import OPERATIONS, SQUARES, Lists, on_device, run
 
 PARAMS = (0.0, -0.0, 0.01, -1.0, 1e-30, -1e-41, 2.0**-62, 6e4)

@@ -15,7 +15,9 @@ from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
-from harness.awkward import (
+from harness.coded_lists import CODED_STEPS, encode
+from harness.edge_numbers import few_edge_cases
+from harness.edge_shapes import (
     BF16,
     DTYPES,
     F16,
@@ -29,8 +31,6 @@ from harness.awkward import (
     misaligned,
     placed,
 )
-from harness.coded_lists import CODED_STEPS, encode
-from harness.edge_numbers import few_edge_cases
 from harness.gradient_lists import (
     OPERATIONS,
     SUM_OF_SQUARES,

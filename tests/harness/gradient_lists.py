@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from harness.awkward import BF16, F16, F32, F64, INF, NAN
+from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
 from harness.reference import same_bits
 from harness.rows import rows
 

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from harness.awkward import INF, NAN
+from harness.edge_shapes import INF, NAN
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.ops import OptimizerType
-from harness.awkward import BF16, F32, F64, INF, NAN, Dtypes
+from harness.edge_shapes import BF16, F32, F64, INF, NAN, Dtypes
 from harness.number_codes import counter_of
 from harness.reference import adam, assert_close, clipped, lion, same_bits, sgd, tolerance
 from harness.rows import rows

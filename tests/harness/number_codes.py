@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from harness.awkward import INF, NAN
+from harness.edge_shapes import INF, NAN
 
 LOW_32_BITS = 0xFFFFFFFF
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 import amp_ext
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from harness import reference
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.list_operations import OPERATIONS as LIST_OPERATIONS
 from harness.reference import assert_close, same_bits
 

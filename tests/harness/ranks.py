@@ -36,7 +36,7 @@ import amp_ext
 from amp_ext.sharded_grad_scaler import ShardedGradScaler
 from amp_ext.sharding import global_offset, local_tensor
 from harness import HANGS
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.optimizer_cases import EACH_CLASS, FEW_OPTIMIZERS, optimizers_named, ours, theirs
 from harness.reference import same_bits

@@ -1,7 +1,7 @@
 """The table of calls that Python and C++ refuse alike: what is done, the exception, and its text.
 
-A row adds a deed of ``deeds``, which a program in C++ does as well. Its text is that of Python.
-That of C++ is the same up to what came, which each prints as its own language does.
+A row adds a scenario of ``call_scenarios``, which a program in C++ does as well. Its text is that
+of Python. That of C++ is the same up to what came, which each prints as its own language does.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import torch
 
 import amp_ext
 from amp_ext.optim.options import defaults_of
-from harness.deeds import ONE, Deed, Saved
+from harness.call_scenarios import ONE, Saved, Scenario
 from harness.optimizer_cases import CLASSES
 
 Change = Callable[[Saved], Any]
-Row = tuple[str, Deed]  # by the text of its refusal
+Row = tuple[str, Scenario]  # by the text of its refusal
 
 
-def scaler(*calls: str | tuple[str, Any], **options: Any) -> Deed:
+def scaler(*calls: str | tuple[str, Any], **options: Any) -> Scenario:
     """Makes a scaler on the CPU and calls its methods, by name or with one argument."""
     pairs = [(call,) if isinstance(call, str) else call for call in calls]
     return {"scaler": options, "calls": [(f"scaler.{name}", *rest) for name, *rest in pairs]}
 
 
-def loads(**entries: Any) -> Deed:
+def loads(**entries: Any) -> Scenario:
     """Loads a state dict of a scaler with other entries."""
     state = amp_ext.GradScaler("cpu").state_dict()
     return scaler("scale", ("load_state_dict", {**state, **entries}), hysteresis=2)
 
 
-def optimizer(kind: str, *calls: str | tuple[str, Any], **options: Any) -> Deed:
+def optimizer(kind: str, *calls: str | tuple[str, Any], **options: Any) -> Scenario:
     """Makes an optimizer and calls its methods, or a function, by name or with one argument."""
     pairs = [(call,) if isinstance(call, str) else call for call in calls]
     return {"optimizer": kind, "options": options, "calls": pairs}
 
 
-def groups(*each: dict[str, Any], **options: Any) -> Deed:
+def groups(*each: dict[str, Any], **options: Any) -> Scenario:
     """Makes an AdamW of these groups and lets it step."""
     return optimizer("AdamW", "optimizer.step", **options) | {"groups": each}
 
 
-def loaded_file(change: Change) -> Deed:
+def loaded_file(change: Change) -> Scenario:
     """Lets an AdamW of two groups step and load what a change returns or makes of its file."""
     saved = copy.deepcopy(FILE)
     made = change(saved)
@@ -372,25 +372,27 @@ def wrong_betas(kind: str) -> list[tuple[float, ...]]:
     ]
 
 
-def guarded(*calls: Any, **options: Any) -> Deed:
-    """Returns a deed of an optimizer that gets a guard of norms."""
+def guarded(*calls: Any, **options: Any) -> Scenario:
+    """Returns a scenario of an optimizer that gets a guard of norms."""
     return {"calls": [("norm_guard", options), *calls]}
 
 
 GUARD_STATE = amp_ext.optim.NormGuard().state_dict()
 
 
-def out_of_range(owner: str, deed_of: Callable[[str, Any], Deed], **values: Any) -> list[Row]:
+def out_of_range(
+    owner: str, scenario_of: Callable[[str, Any], Scenario], **values: Any
+) -> list[Row]:
     """Returns rows of numbers that are out of their ranges, by the owner that says so."""
     return [
-        (f"{owner}: {name} must be {RANGES[name]}, got {value!r}", deed_of(name, value))
+        (f"{owner}: {name} must be {RANGES[name]}, got {value!r}", scenario_of(name, value))
         for name, wrong in values.items()
         for value in wrong
     ]
 
 
-def setting(*calls: Any, kind: str = "Lion", **wrong: Any) -> Deed:
-    """Returns a deed of a loop that writes an option, with the calls before and after that."""
+def setting(*calls: Any, kind: str = "Lion", **wrong: Any) -> Scenario:
+    """Returns a scenario of a loop that writes an option, with the calls before and after that."""
     *first, last = calls
     return optimizer(kind, *first, ("options", wrong), last)
 
@@ -701,9 +703,9 @@ TABLES: dict[type[Exception], list[Row]] = {
     KeyError: KEY_ERRORS,
     ValueError: VALUE_ERRORS,
 }
-# By a name: the deed, the exception and its text.
-REFUSED_CALLS: dict[str, tuple[Deed, type[Exception], str]] = {
-    f"{kind.__name__} {number}: {text}": (deed, kind, text)
+# By a name: the scenario, the exception and its text.
+REFUSED_CALLS: dict[str, tuple[Scenario, type[Exception], str]] = {
+    f"{kind.__name__} {number}: {text}": (scenario, kind, text)
     for kind, table in TABLES.items()
-    for number, (text, deed) in enumerate(table)
+    for number, (text, scenario) in enumerate(table)
 }

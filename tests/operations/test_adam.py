@@ -8,7 +8,7 @@ import random
 
 import pytest
 from harness import list_operations as cases
-from harness.awkward import FEW_DTYPES
+from harness.edge_shapes import FEW_DTYPES
 from harness.reference import same_bits
 
 from amp_ext import ops

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
+from harness.launch_failures import refusing_launch
 from harness.reference import same_bits
-from harness.refusals import refusing_launch
 from torch import Tensor
 
 from amp_ext import ops

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from harness import engine_results
-from harness.awkward import BF16, F32, Dtypes
+from harness.edge_shapes import BF16, F32, Dtypes
 from harness.engine_results import Results
 from harness.gradient_lists import equal
 from harness.list_operations import build, run

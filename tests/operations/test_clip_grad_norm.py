@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.gradient_lists import each_bad_value, multiplied
 from harness.optimizer_cases import give_grads, grads_of, make_params, twins
 from harness.reference import same_bits, snapshot, tolerance

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import F16, F32, F64
+from harness.edge_shapes import F16, F32, F64
 from harness.engine_results import CLIPPED
 from harness.list_operations import (
     BUFFERS,

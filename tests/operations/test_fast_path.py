@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness.awkward import BF16, F32
 from harness.edge_numbers import FORMS
+from harness.edge_shapes import BF16, F32
 from torch import Tensor
 
 import amp_ext

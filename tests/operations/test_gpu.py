@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.engine_results import results_of, trainings
 from harness.gradient_lists import equal
 from harness.optimizer_cases import assert_same_bits, bits_of

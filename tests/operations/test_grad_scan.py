@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.awkward import F32, F64, INF, NAN, threads
+from harness.edge_shapes import F32, F64, INF, NAN, threads
 from harness.engine_results import EXTREMES, lists_to_sum
 from harness.gradient_lists import (
     GRAD_DTYPES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import awkward
+from harness import edge_shapes
 from harness import gradient_lists as cases
-from harness.awkward import (
+from harness.edge_shapes import (
     BF16,
     F32,
     F64,
@@ -156,7 +156,7 @@ def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
     sizes = (300_001, 5, 70_000)
     start = [cases.spoiled(size, dtype, "cpu") for dtype in cases.GRAD_DTYPES for size in sizes]
     for count in (1, 2, 3):
-        with awkward.threads(count):
+        with edge_shapes.threads(count):
             cases.assert_right(operation, [tensor.clone() for tensor in start])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import (
+from harness.coded_lists import CODED_STEPS, build_coded, moved
+from harness.edge_shapes import (
     BF16,
     F16,
     F32,
@@ -21,7 +22,6 @@ from harness.awkward import (
     placed,
     threads,
 )
-from harness.coded_lists import CODED_STEPS, build_coded, moved
 from harness.list_operations import (
     DITHERED_STEPS,
     FEW_STEPS,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, FIRST_ELEMENTS, INF, NAN, Dtypes
 from harness.coded_lists import STARTS, build_coded, coded_steps, decoded, encode, moved
+from harness.edge_shapes import BF16, F16, F32, FIRST_ELEMENTS, INF, NAN, Dtypes
 from harness.list_operations import (
     BUFFERS,
     DITHERED_STEPS,

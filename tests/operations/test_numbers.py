@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, LAYOUT_SHAPE, LAYOUTS, SHAPES, placed, threads
+from harness.edge_shapes import BF16, F16, LAYOUT_SHAPE, LAYOUTS, SHAPES, placed, threads
 from harness.gradient_lists import equal
 from harness.number_codes import (
     GROUP,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.awkward import BF16, DTYPES, F32, FEW_DTYPES, Dtypes
+from harness.edge_shapes import BF16, DTYPES, F32, FEW_DTYPES, Dtypes
 from harness.reference import assert_close, clipped, same_bits
 from harness.rows import rows
 from torch.nn import Parameter

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import (
+from harness.edge_shapes import (
     BF16,
     F16,
     F32,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64, placed, strided
+from harness.edge_shapes import BF16, F16, F32, F64, placed, strided
+from harness.launch_failures import WORDS, refusing_launch
 from harness.list_operations import IN_FLOAT, build, copied, few_steps_and_updates, run
 from harness.reference import same_bits
-from harness.refusals import WORDS, refusing_launch
 from torch import Tensor
 
 from amp_ext import ops

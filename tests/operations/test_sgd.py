@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.gradient_lists import equal
 
 

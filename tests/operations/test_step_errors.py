@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.awkward import BF16, F16, F32, F64, INF, NAN, Dtypes
 from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps
+from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN, Dtypes
 from harness.list_operations import Lists, Options
 from harness.number_codes import GROUP
 from harness.rows import rows

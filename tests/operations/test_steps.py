@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.awkward import (
+from harness.edge_shapes import (
     BF16,
     DTYPES,
     F16,

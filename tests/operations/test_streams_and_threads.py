@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import HANGS
-from harness.awkward import BF16, F32, threads
+from harness.edge_shapes import BF16, F32, threads
 from harness.optimizer_cases import bits_of, ours
 from harness.reference import same_bits
 from harness.rows import rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.optimizer_cases import through_a_file
 from harness.reference import same_bits
 from harness.trainer_cases import batches, new_trainer, train_on, two_trainers

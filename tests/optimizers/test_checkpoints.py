@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F32, F64
+from harness.edge_shapes import BF16, F32, F64
 from harness.optimizer_cases import (
     GONE,
     assert_same_bits,

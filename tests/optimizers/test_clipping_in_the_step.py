@@ -10,7 +10,6 @@ import pytest
 import torch
 from harness import clipping_cases
 from harness import optimizer_cases as cases
-from harness.awkward import F32, F64
 from harness.clipping_cases import (
     CLIPPING,
     HARMLESS,
@@ -20,6 +19,7 @@ from harness.clipping_cases import (
     fused_step,
     step_apart,
 )
+from harness.edge_shapes import F32, F64
 from harness.optimizer_cases import (
     EACH_CLASS,
     assert_same_bits,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.list_operations import BUFFERS
 from harness.optimizer_cases import make_params, of_other_classes, ours, through_a_file, trained
 from harness.reference import same_bits

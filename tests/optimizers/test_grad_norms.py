@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64, INF, NAN
 from harness.clipping_cases import WAYS, Way, fused_step
+from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
 from harness.optimizer_cases import ours
 from harness.reference import same_bits
 from torch import Tensor

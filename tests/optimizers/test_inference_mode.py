@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import scaler_cases, trainer_cases
-from harness.awkward import BF16
+from harness.edge_shapes import BF16
 from harness.optimizer_cases import assert_same_bits, make_params, ours, params_of, train, trained
 from harness.rows import rows
 from test_forms import FORMS

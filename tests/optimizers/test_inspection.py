@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import (
+from harness.clipping_cases import WAYS, Way, scale_grads
+from harness.edge_shapes import (
     BF16,
     F32,
     INF,
@@ -21,7 +22,6 @@ from harness.awkward import (
     strided,
     transposed,
 )
-from harness.clipping_cases import WAYS, Way, scale_grads
 from harness.optimizer_cases import (
     assert_same_bits,
     give_grads,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import F16, F32
+from harness.edge_shapes import F16, F32
 from torch.nn import Parameter
 
 import amp_ext

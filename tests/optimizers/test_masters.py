@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, INF, NAN
+from harness.edge_shapes import BF16, F16, F32, INF, NAN
 from harness.optimizer_cases import (
     HALVES,
     make_params,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, INF, NAN
 from harness.clipping_cases import SCALERS, WAYS, Way, fused_step
+from harness.edge_shapes import BF16, F16, F32, INF, NAN
 from harness.guard_rules import GuardRules, norms_of_a_run
+from harness.launch_failures import launches_of
 from harness.optimizer_cases import ours
 from harness.reference import same_bits
-from harness.refusals import launches_of
 from harness.refused_calls import RANGES
 from torch import Tensor
 from torch.nn import Parameter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64, INF, NAN
+from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
 from harness.optimizer_cases import (
     assert_same_bits,
     give_grads,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.awkward import F16, F32, F64
+from harness.edge_shapes import F16, F32, F64
 from harness.optimizer_cases import (
     HALVES,
     IN_TORCH,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64, contiguous, placed, strided
+from harness.edge_shapes import BF16, F16, F32, F64, contiguous, placed, strided
+from harness.launch_failures import WORDS, RefusesCopy, refusing_launch
 from harness.optimizer_cases import COPIES, few_optimizers, give_grads, make_params, params_of
 from harness.reference import same_bits
-from harness.refusals import WORDS, RefusesCopy, refusing_launch
 from harness.rows import rows
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F32, contiguous, placed, strided
+from harness.edge_shapes import BF16, F32, contiguous, placed, strided
 from harness.optimizer_cases import FEW_OPTIMIZERS
 from harness.reference import same_bits
 from harness.rows import rows

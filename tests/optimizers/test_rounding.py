@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.number_codes import counter_of
 from harness.optimizer_cases import (
     assert_same_bits,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import each_class, give_grads, make_params, params_of
 from harness.reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh

@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, INF
+from harness.edge_shapes import BF16, F16, F32, INF
+from harness.launch_failures import launches_of
 from harness.optimizer_cases import train
 from harness.reference import same_bits
-from harness.refusals import launches_of
 from torch import nn
 from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.interrupts import interrupted_at_each_line
 from harness.optimizer_cases import make_params, ours, params_of, trained, twins
 from torch import Tensor

@@ -12,8 +12,8 @@ from typing import Any
 import checkpoint_corpus as corpus
 import pytest
 import torch
-from harness.awkward import NAN
-from harness.deeds import Deed, Saved, comparable, do, whole
+from harness.call_scenarios import Saved, Scenario, comparable, do, whole
+from harness.edge_shapes import NAN
 from harness.guard_rules import norms_of_a_run
 from harness.optimizer_cases import CLASSES
 from harness.other_packages import OF_OTHERS
@@ -37,9 +37,9 @@ def test_a_check_of_the_program_passes(run: Run, name: str) -> None:
 # Runs.
 
 
-def do_in_cpp(run: Run, deed: Deed, folder: Path) -> Saved:
-    """Returns what came of a deed in C++, as Python reads it."""
-    torch.save(whole(deed), folder / "deed.pt")
+def do_in_cpp(run: Run, scenario: Scenario, folder: Path) -> Saved:
+    """Returns what came of a scenario in C++, as Python reads it."""
+    torch.save(whole(scenario), folder / "scenario.pt")
     run("do", str(folder))
     return torch.load(folder / "cpp.pt", weights_only=True)
 
@@ -62,8 +62,8 @@ def assert_same(mine: Any, theirs: Any, place: str = "") -> None:
         assert mine == theirs, place
 
 
-def assert_same_in_cpp(run: Run, deed: Deed, folder: Path) -> None:
-    assert_same(do_in_cpp(run, deed, folder), do(deed))
+def assert_same_in_cpp(run: Run, scenario: Scenario, folder: Path) -> None:
+    assert_same(do_in_cpp(run, scenario, folder), do(scenario))
 
 
 STEPS = 120
@@ -104,7 +104,7 @@ def steps_of(dtype: str, steps: range, between: dict[int, list[Any]]) -> list[An
 
 def run_of(
     kind: str, form: str, steps: range = range(STEPS), between: Any = None, **options: Any
-) -> Deed:
+) -> Scenario:
     dtype, kept = FORMS[form]
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -123,8 +123,8 @@ def run_of(
 def test_every_step_has_the_bits_of_python(run: Run, kind: str, form: str, tmp_path: Path) -> None:
     """Also of steps that go on from a file of Python, and after them from one of C++."""
     options = {"amsgrad": True} if kind == "AdamW" and "8bit" not in form else {}
-    deed = run_of(kind, form, **options)
-    cpp, wholly = (do_in_cpp(run, deed, tmp_path), do(deed))
+    scenario = run_of(kind, form, **options)
+    cpp, wholly = (do_in_cpp(run, scenario, tmp_path), do(scenario))
     assert_same(cpp, wholly)
     states = (each["optimizer"]["state"][0] for each in (cpp, wholly))
     assert [*next(states)] == [*next(states)]  # in this order
@@ -134,8 +134,8 @@ def test_every_step_has_the_bits_of_python(run: Run, kind: str, form: str, tmp_p
     for steps, go_on in ((range(40, 80), do_in_cpp), (range(80, STEPS), None)):
         names = ("params", "optimizer", "scaler")
         loads = [(f"{name}.load", str(tmp_path / "saved.pt")) for name in names]
-        deed = run_of(kind, form, steps, {steps[0]: loads}, **options)
-        done = do(deed) if go_on is None else go_on(run, deed, tmp_path)
+        scenario = run_of(kind, form, steps, {steps[0]: loads}, **options)
+        done = do(scenario) if go_on is None else go_on(run, scenario, tmp_path)
         assert_same(done["notes"], wholly["notes"][steps[0] : steps[-1] + 1])
         torch.save(done, tmp_path / "saved.pt")
 
@@ -154,7 +154,7 @@ NORMS = torch.tensor([norm or NAN for norm in norms_of_a_run(4_000)])
 GUARD_STATE = optim.NormGuard().state_dict() | {"entered": 5, "count": 3, "mean": 2.0}
 LIMITS = {"init_scale": 64.0, "growth_factor": 4.0, "growth_interval": 5, "backoff_factor": 0.25}
 LIMITS |= {"min_scale": 32.0, "max_scale": 512.0}
-CHANGES: dict[str, Deed] = {
+CHANGES: dict[str, Scenario] = {
     **{
         f"dtypes of parameters, {form}": run_of("AdamW", form, range(18), DTYPES)
         for form in ("masters", "split8", "8bit")
@@ -206,18 +206,18 @@ def test_changes_are_followed_as_in_python(run: Run, name: str, tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @pytest.mark.parametrize("name", REFUSED_CALLS)
 def test_a_bad_call_is_refused_in_python(name: str) -> None:
-    deed, kind, text = REFUSED_CALLS[name]
+    scenario, kind, text = REFUSED_CALLS[name]
     with pytest.raises(kind) as caught:
-        do(deed)
+        do(scenario)
     assert caught.type is kind
     assert caught.value.args[0] == text
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLS)
 def test_a_bad_call_gets_the_words_of_python(run: Run, name: str, tmp_path: Path) -> None:
-    deed, _, text = REFUSED_CALLS[name]
+    scenario, _, text = REFUSED_CALLS[name]
     with pytest.raises(AssertionError) as caught:
-        do_in_cpp(run, deed, tmp_path)
+        do_in_cpp(run, scenario, tmp_path)
     assert comparable(str(caught.value)) == comparable(text)
 
 
@@ -245,9 +245,9 @@ def test_files_load_with_the_bits_of_before(
         for path in paths:
             archive = path if path.is_relative_to(files / "archive") else None
             file = path if archive is None else files / "cpp" / f"{row}.pt"
-            deed = corpus.deed_of(corpus.plan_of(row, target, file), archive)
+            scenario = corpus.scenario_of(corpus.plan_of(row, target, file), archive)
             try:
-                result = corpus.hash_of(do_in_cpp(run, deed, tmp_path))
+                result = corpus.hash_of(do_in_cpp(run, scenario, tmp_path))
             except AssertionError as error:
                 result = str(error).partition("\n")[0]
             loaded += 1
@@ -268,9 +268,9 @@ def test_files_of_others_load_as_in_python(run: Run, tmp_path: Path) -> None:
     saved["state"][0] |= {"counts": counts, "note": "warm", "decay": 0.25, "nothing": None, 7: True}
     saved["state"][0] |= {"average": torch.ones(1), "master_param": None}
     saved["state"]["buckets"] = (1, 2)  # of no parameter
-    deed = {**step, "calls": [("optimizer.load_state_dict", saved), ("optimizer.step",)]}
-    assert do_in_cpp(run, deed, tmp_path)["optimizer"]["state"][0]["step"] == 2
-    assert_same_in_cpp(run, deed, tmp_path)
+    scenario = {**step, "calls": [("optimizer.load_state_dict", saved), ("optimizer.step",)]}
+    assert do_in_cpp(run, scenario, tmp_path)["optimizer"]["state"][0]["step"] == 2
+    assert_same_in_cpp(run, scenario, tmp_path)
 
 
 @pytest.mark.parametrize("package", OF_OTHERS)
@@ -278,13 +278,13 @@ def test_a_file_of_another_package_goes_on_as_in_python(
     run: Run, package: str, tmp_path: Path
 ) -> None:
     name, options, file, before, _ = OF_OTHERS[package]
-    deed = {
+    scenario = {
         "optimizer": name,
         "options": options,
         "params": [torch.tensor(before)],
         "calls": [("optimizer.load_state_dict", file), ("optimizer.step",)],
     }
-    assert_same_in_cpp(run, deed, tmp_path)
+    assert_same_in_cpp(run, scenario, tmp_path)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -298,7 +298,7 @@ def test_options_have_the_defaults_of_python_and_are_loaded_as_there(
     required = {option.name for option in described if option.on_load == "required"}
     others = saved["param_groups"][0].keys() - {"params", *required}
 
-    def outcome(make: Callable[[Deed], Saved], file: Saved) -> Any:
+    def outcome(make: Callable[[Scenario], Saved], file: Saved) -> Any:
         calls = [("optimizer.load_state_dict", file)]
         try:
             return make({"optimizer": name, "options": {"maximize": True}, "calls": calls})
@@ -309,7 +309,7 @@ def test_options_have_the_defaults_of_python_and_are_loaded_as_there(
         file = copy.deepcopy(saved)
         for option in lacking:
             del file["param_groups"][0][option]
-        cpp = outcome(lambda deed: do_in_cpp(run, deed, tmp_path), file)
+        cpp = outcome(lambda scenario: do_in_cpp(run, scenario, tmp_path), file)
         assert_same(cpp, outcome(do, file))
 
 
@@ -326,7 +326,7 @@ def test_files_of_a_gpu_and_files_without_crcs_are_read(
 
 
 def test_files_that_cpp_can_not_read_are_explained(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "deed.pt"
+    path = tmp_path / "scenario.pt"
     torch.save([torch.full((64,), b"w"[0], dtype=torch.uint8)], path)
     damaged = path.read_bytes().replace(b"wwww", b"vwww", 1)
     torch.save({"model": torch.nn.Linear(2, 2).state_dict()}, path)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness.awkward import BF16, INF
+from harness.edge_shapes import BF16, INF
 from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
 from torch import Tensor
 from torch.nn import Parameter

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import scaler_cases as cases
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.rows import rows
 from harness.scaler_cases import (
     INF,

@@ -6,7 +6,7 @@ import collections
 from typing import ClassVar
 
 import torch
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import AS_TORCH
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule

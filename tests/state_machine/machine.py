@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.awkward import F32
+from harness.edge_shapes import F32
 from harness.optimizer_cases import IN_TORCH, KINDS, swapping, through_a_file
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule

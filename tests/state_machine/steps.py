@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness.awkward import F16, F32, F64
+from harness.edge_shapes import F16, F32, F64
 from harness.optimizer_cases import KINDS
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness.awkward import F32
+from harness.edge_shapes import F32
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from torch import Tensor

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from harness.awkward import threads
+from harness.edge_shapes import threads
 
 
 @pytest.fixture(autouse=True)

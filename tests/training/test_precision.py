@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.awkward import BF16, F16, F32, F64
+from harness.edge_shapes import BF16, F16, F32, F64
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.trainer_cases import WithLoss, X, new_trainer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import trainer_cases as cases
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.reference import tolerance
 from harness.rows import rows
 from harness.trainer_cases import TARGET, X, assert_same, batches, new_model, new_trainer, params_of

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from harness import trainer_cases as cases
-from harness.awkward import BF16, F16, F32
+from harness.edge_shapes import BF16, F16, F32
 from harness.interrupts import IS_COMPLETE, interrupted_at_each_line
 from harness.rows import rows
 from harness.trainer_cases import (

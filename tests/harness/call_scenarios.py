@@ -1,6 +1,6 @@
-"""Deeds: lists of calls as plain values, which Python and a program in C++ do alike.
+"""Scenarios: lists of calls as plain values, which Python and a program in C++ do alike.
 
-A deed has the options of a "scaler", "options" of an "optimizer" and its "groups", which have
+A scenario has the options of a "scaler", "options" of an "optimizer" and its "groups", which have
 numbers of parameters, the "params" or their "dtype", and "calls", by name or with one argument.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 import amp_ext
 from harness.optimizer_cases import assert_same_bits, bits_of
 
-Deed = dict[str, Any]
+Scenario = dict[str, Any]
 Saved = dict[str, Any]
 
 ONE = [{"params": [0]}]
-USUAL: Deed = {"optimizer": "SGD", "options": {}, "groups": ONE, "scaler": {}, "calls": []}
+USUAL: Scenario = {"optimizer": "SGD", "options": {}, "groups": ONE, "scaler": {}, "calls": []}
 GRADIENTS: Mapping[str, Callable[[Tensor], Tensor | None]] = {
     "none": lambda param: None,
     "ones": lambda param: torch.ones_like(param),
@@ -31,15 +31,15 @@ GRADIENTS: Mapping[str, Callable[[Tensor], Tensor | None]] = {
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def whole(deed: Deed) -> Deed:
-    """Returns all that a program must know of a deed, with dtypes by their names."""
-    deed = {**USUAL, **deed}
+def whole(scenario: Scenario) -> Scenario:
+    """Returns all that a program must know of a scenario, with dtypes by their names."""
+    scenario = {**USUAL, **scenario}
     options = {
         key: str(value) if isinstance(value, torch.dtype) else value
-        for key, value in deed["options"].items()
+        for key, value in scenario["options"].items()
     }
-    ones = torch.ones(2, dtype=getattr(torch, deed.pop("dtype", "float32")))
-    return {"params": [ones, ones], **deed, "options": options, "groups": [*deed["groups"]]}
+    ones = torch.ones(2, dtype=getattr(torch, scenario.pop("dtype", "float32")))
+    return {"params": [ones, ones], **scenario, "options": options, "groups": [*scenario["groups"]]}
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Tensor:
@@ -62,19 +62,19 @@ def note_of_norms(optimizer: Any, param: Tensor, norms: Tensor) -> Saved:
     return {"skipped": skipped, "guard": state, **both}
 
 
-def do(deed: Deed) -> Saved:
-    """Does a deed; returns what came of it and of its notes.
+def do(scenario: Scenario) -> Saved:
+    """Does a scenario; returns what came of it and of its notes.
 
     A call that raises must leave optimizer and scaler as they were.
     """
-    row = whole(deed)
+    row = whole(scenario)
     params = [param.clone().requires_grad_() for param in row["params"]]
     for param in params:
         param.grad = torch.ones_like(param)
     package, _, name = row["optimizer"].rpartition(".")
     kinds = torch.optim if package == "torch.optim" else amp_ext.optim
     each = [group | {"params": [params[i] for i in group["params"]]} for group in row["groups"]]
-    optimizer = getattr(kinds, name)(each, **deed.get("options", {}))
+    optimizer = getattr(kinds, name)(each, **scenario.get("options", {}))
     scaler = amp_ext.GradScaler("cpu", **row["scaler"])
     implied = {"scale": [torch.ones(())], "step": [optimizer], "unscale_": [optimizer]}
     notes = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.optimizer_cases import each_class, give_grads, make_params, ours, params_of, theirs
 from harness.reference import assert_close, same_bits
 from torch import Tensor, nn

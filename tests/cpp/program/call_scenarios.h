@@ -1,5 +1,5 @@
-// Does what tests/harness/deeds.py says, a list of calls as plain values, and writes what came of
-// it.
+// Does what tests/harness/call_scenarios.py says, a list of calls as plain values, and writes what
+// came of it.
 #pragma once
 
 #include <amp_ext/amp_ext.h>
@@ -17,7 +17,7 @@
 
 #include "check.h"
 
-namespace deeds {
+namespace call_scenarios {
 
 using amp_ext::GradScaler;
 using amp_ext::optim::FusedOptimizer;
@@ -79,28 +79,28 @@ Options options_from(const Dict& values) {
 
 using Params = std::vector<torch::Tensor>;
 
-inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dict& deed,
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dict& scenario,
                                                                const Params& params) {
-  const std::string& name = deed.at("optimizer").toStringRef();
+  const std::string& name = scenario.at("optimizer").toStringRef();
   if (name == "torch.optim.SGD") return std::make_unique<torch::optim::SGD>(Params{params[0]}, 0.1);
   std::vector<std::pair<Params, Dict>> groups;
-  for (const c10::IValue& group : deed.at("groups").toListRef()) {
+  for (const c10::IValue& group : scenario.at("groups").toListRef()) {
     const Dict options = group.toGenericDict().copy();
     Params own;
     for (const c10::IValue& i : options.at("params").toListRef()) own.push_back(params[i.toInt()]);
     options.erase("params");
     groups.emplace_back(own, options);
   }
-#define AMP_EXT_MAKE(Name)                                                                  \
-  if (name == #Name) {                                                                      \
-    using namespace amp_ext::optim;                                                         \
-    std::vector<torch::optim::OptimizerParamGroup> made;                                    \
-    for (const auto& [params, own] : groups) {                                              \
-      made.emplace_back(params,                                                             \
-                        std::make_unique<Name##Options>(options_from<Name##Options>(own))); \
-    }                                                                                       \
-    const auto options = options_from<Name##Options>(deed.at("options").toGenericDict());   \
-    return std::make_unique<Name>(made, options);                                           \
+#define AMP_EXT_MAKE(Name)                                                                    \
+  if (name == #Name) {                                                                        \
+    using namespace amp_ext::optim;                                                           \
+    std::vector<torch::optim::OptimizerParamGroup> made;                                      \
+    for (const auto& [params, own] : groups) {                                                \
+      made.emplace_back(params,                                                               \
+                        std::make_unique<Name##Options>(options_from<Name##Options>(own)));   \
+    }                                                                                         \
+    const auto options = options_from<Name##Options>(scenario.at("options").toGenericDict()); \
+    return std::make_unique<Name>(made, options);                                             \
   }
   AMP_EXT_MAKE_EACH
 #undef AMP_EXT_MAKE
@@ -162,13 +162,13 @@ inline torch::Tensor bits_of(const FusedOptimizer& optimizer) {
   return torch::cat(parts);
 }
 
-class Deed {
+class Scenario {
  public:
-  explicit Deed(const Dict& deed)
-      : params_(params_of(deed)),
-        optimizer_(make_optimizer(deed, params_)),
+  explicit Scenario(const Dict& scenario)
+      : params_(params_of(scenario)),
+        optimizer_(make_optimizer(scenario, params_)),
         fused_(dynamic_cast<FusedOptimizer*>(optimizer_.get())),
-        scaler_(scaler_options_from(deed.at("scaler").toGenericDict())) {}
+        scaler_(scaler_options_from(scenario.at("scaler").toGenericDict())) {}
 
   // A refused call has to leave optimizer and scaler as they were.
   void call_all(const c10::IValue& calls) {
@@ -201,9 +201,9 @@ class Deed {
   }
 
  private:
-  static Params params_of(const Dict& deed) {
+  static Params params_of(const Dict& scenario) {
     Params params;
-    for (const c10::IValue& value : deed.at("params").toListRef()) {
+    for (const c10::IValue& value : scenario.at("params").toListRef()) {
       params.push_back(value.toTensor().clone().set_requires_grad(true));
       params.back().mutable_grad() = torch::ones_like(params.back());
     }
@@ -342,12 +342,12 @@ class Deed {
   c10::impl::GenericList notes_ = new_list();
 };
 
-// Does the deed in `deed.pt` of a folder.
+// Does the scenario in `scenario.pt` of a folder.
 inline void do_in(const std::string& folder) {
-  const Dict dict = amp_ext::load_state(folder + "/deed.pt").toGenericDict();
-  Deed deed(dict);
-  deed.call_all(dict.at("calls"));
-  deed.write(folder);
+  const Dict dict = amp_ext::load_state(folder + "/scenario.pt").toGenericDict();
+  Scenario scenario(dict);
+  scenario.call_all(dict.at("calls"));
+  scenario.write(folder);
 }
 
-}  // namespace deeds
+}  // namespace call_scenarios

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.awkward import F32
+from harness.edge_shapes import F32
 from harness.optimizer_cases import give_grads, make_params, ours, params_of
 from harness.reference import same_bits
 from harness.rows import rows

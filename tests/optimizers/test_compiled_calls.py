@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.awkward import BF16, F32
+from harness.edge_shapes import BF16, F32
 from harness.optimizer_cases import each_class, give_grads, make_params, ours
 
 import amp_ext
