@@ -73,4 +73,4 @@ def test_limits_are_compared_number_by_number(version):
 def test_the_package_imports_no_client(run_module, tmp_path):
     program = f"import sys, amp_ext.integrations\nprint({set(LIBRARIES)} & sys.modules.keys())"
     (tmp_path / "look.py").write_text(program)
-    assert run_module("scan", folder=tmp_path).stdout == "set()\n"
+    assert run_module("look", folder=tmp_path).stdout == "set()\n"

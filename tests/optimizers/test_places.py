@@ -28,7 +28,7 @@ PLACES = [
     (
         "csrc/libtorch/optimizers.cpp",
         r"^AMP_EXT_CONSTRUCTORS\({name},",
-        "AMP_EXT_CONSTRUCTORS({name}, {key}_kind)",
+        "AMP_EXT_CONSTRUCTORS({name}, {key}_class)",
     ),
     (
         "tests/harness/list_operations.py",

@@ -154,7 +154,7 @@ def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, monkeypatch, note):
 def test_what_loads_slowly_is_not_imported(run_module, tmp_path):
     slow = {"torch._dynamo", "torch.distributed.checkpoint"}
     (tmp_path / "look.py").write_text(f"import sys, amp_ext\nprint({slow} & sys.modules.keys())")
-    assert run_module("scan", folder=tmp_path).stdout == "set()\n"
+    assert run_module("look", folder=tmp_path).stdout == "set()\n"
 
 
 def test_the_package_lists_its_public_names_and_no_others():
