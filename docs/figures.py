@@ -1,7 +1,12 @@
-"""Draws the figure of scaler.md: `python docs/figures.py` trains for a moment, writes scale.png."""
+"""Draws two figures: `python docs/figures.py` writes gains.png and scale.png beside itself.
+
+The bars of the README's gains.png come from a result of the benchmark and from amp_ext.memory; for
+the scaler's scale.png a small network trains for a moment.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +15,27 @@ import torch
 from torch import nn
 
 import amp_ext
+from amp_ext.memory import training_memory
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "2026-11-27-nvidia-h200.json"
+SHAPES = "600 × 100k"
+# A work of the benchmark, one of its sides, and how the bar is called.
+TIMES = [
+    ("AdamW fp32 + scaler", "default", "torch, AdamW without an option"),
+    ("AdamW fp32 + scaler", "fused", "torch, AdamW(fused=True)"),
+    ("AdamW fp32 + scaler", "ours", "amp_ext"),
+    ("AdamW fp16 + master + scaler", "by_hand", "torch, fp16 by hand with float32 copies"),
+    ("AdamW fp16 + master + scaler", "ours", "amp_ext, fp16 parameters"),
+]
+# A configuration of amp_ext.memory, and how its bar is called.
+FORMS = {
+    "16-bit + masters, fp32 states": "float32 masters and moments, as by hand",
+    "16-bit + split masters, fp32 states": 'master_weights="split"',
+    "16-bit + split masters, bf16 states": "split masters, bfloat16 moments",
+    "16-bit + split8 masters, 8bit-bf16 states": 'split8 masters, "8bit-bf16" moments',
+    "16-bit + split8 masters, 8bit states": 'split8 masters, "8bit" moments',
+}
+TORCH, OURS = "#e0995e", "#1f5f8b"
 
 UPDATES = 400
 GROWTH_INTERVAL = 40  # 2,000 by default: a picture of that would be long
@@ -57,6 +83,44 @@ def draw(history: amp_ext.ScalerHistory, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_gains(path: Path) -> None:
+    """Draws the time of a step beside torch's, and the bytes of each parameter."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    works = {row["work"]: row for row in rows if row["shapes"] == SHAPES}
+    figure, (times, sizes) = plt.subplots(1, 2, figsize=(12, 3.1), layout="constrained")
+    seconds = [works[work]["sides"][side]["seconds"] for work, side, _ in TIMES]
+    colours = [OURS if side == "ours" else TORCH for _, side, _ in TIMES]
+    bars = times.barh([name for *_, name in TIMES], [1e3 * each for each in seconds], color=colours)
+    times.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
+    times.set_title(
+        "scaler.step and update, 600 tensors of 100,000, H200: ms", fontsize=10, loc="left"
+    )
+
+    usages = {each.configuration.name: each.bytes for each in training_memory(10**9)}
+    left = [0.0] * len(FORMS)
+    for part, colour in zip(
+        ("parameters", "gradients", "masters", "states"),
+        ("#9aa5ad", "#c9d0d5", "#1f5f8b", "#7fb2d6"),
+        strict=True,
+    ):
+        widths = [usages[name][part] / 10**9 for name in FORMS]
+        sizes.barh(list(FORMS.values()), widths, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        sizes.text(total + 0.2, place, f"{total:.3g}", va="center", fontsize=9)
+    sizes.set_title("AdamW, 16-bit parameters: bytes of each", fontsize=10, loc="left")
+    sizes.legend(frameon=False, fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 0))
+    for axes in (times, sizes):
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0, labelsize=9)
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.margins(x=0.1)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    default = Path(__file__).with_name("scale.png")
-    draw(train(), Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    draw_gains(folder / "gains.png")
+    draw(train(), folder / "scale.png")

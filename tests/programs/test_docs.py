@@ -224,10 +224,24 @@ def test_the_table_of_healthy_steps_that_are_skipped_is_of_the_guard():
     assert 100 * share == pytest.approx(few, rel=0.2)
 
 
-def test_the_figure_shows_skips_and_growth(tmp_path, monkeypatch):
+@pytest.fixture
+def figures(monkeypatch) -> dict[str, Any]:
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    return runpy.run_path(str(ROOT / "docs" / "figures.py"))
+
+
+def test_the_gains_are_those_of_the_readme(figures, tmp_path):
+    figures["draw_gains"](tmp_path / "gains.png")
+    for file in (tmp_path / "gains.png", ROOT / "docs" / "gains.png"):
+        assert 10_000 < file.stat().st_size < 100_000
+    rows = json.loads(figures["RESULTS"].read_text())["rows"]
+    ratios = {row["work"]: row["ratios"] for row in rows if row["shapes"] == figures["SHAPES"]}
+    text = (ROOT / "README.md").read_text()
+    assert f"**{ratios['AdamW fp32 + scaler']['fused']:.1f} times as fast**" in text
+
+
+def test_the_figure_shows_skips_and_growth(figures, tmp_path):
     history = figures["train"]()
     assert history.skipped[figures["BAD_UPDATE"] - 1]
     assert history.skipped[0]
