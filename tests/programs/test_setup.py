@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_a_cuda_home_without_a_compiler_is_refused_by_name(setup, monkeypatch, t
 # Requirements.
 
 FILES = ["README.md", "docs/quickstart.md", "pyproject.toml", "scripts/cuda_build.sh", "setup.py"]
+FILES += ["Dockerfile"]
 PINNED = re.search(r"^setuptools==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
 
 
@@ -131,11 +133,44 @@ def test_setuptools_has_one_range_with_the_pinned_release_and_without_82(file):
     assert not range_of_file.contains("76.1.0")
 
 
+def test_the_docker_image_has_the_pinned_torch_and_is_the_one_of_the_page():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
+    torch_of_base, cuda = re.fullmatch(r"pytorch/pytorch:([\d.]+)-cuda(\d+).*-devel", base).groups()
+    assert f"torch=={torch_of_base}\n" in (ROOT / "requirements.txt").read_text()
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert f"`{base}`" in page
+    assert f"CUDA {cuda} was tried" in page
+    # The page sets no argument that the Dockerfile does not have.
+    arguments = set(re.findall(r"--build-arg (\w+)=", page))
+    assert arguments == {"AMP_EXT_CUDA", "BASE", "TORCH_CUDA_ARCH_LIST"}
+    assert arguments <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+
+
+def test_the_docker_image_is_built_with_the_tools_of_pyproject():
+    (tools,) = re.findall(
+        r"pip install --no-cache-dir (\"setup.*)", (ROOT / "Dockerfile").read_text()
+    )
+    (wanted,) = re.findall(
+        r"^requires = (.+)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert sorted(shlex.split(tools)) == sorted(ast.literal_eval(wanted))
+
+
+SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "amp_ext/__init__.py"]
+
+
+def test_docker_copies_what_a_wheel_is_made_of():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = {line[1:] for line in lines if line.startswith("!")}
+    assert copied == {Path(name).parts[0] for name in SOURCES} | {"csrc"}
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
     """What a wheel is made of, up to what is compiled."""
     folder = tmp_path_factory.mktemp("sources")
-    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "amp_ext/__init__.py"):
+    for name in SOURCES:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "csrc").mkdir()
