@@ -251,6 +251,28 @@ def test_the_figure_shows_skips_and_growth(figures, tmp_path):
         assert 10_000 < file.stat().st_size < 100_000
 
 
+# Private parts of torch.
+
+
+def test_the_private_parts_of_torch_are_where_the_table_says():
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    table = table.partition("## Private parts of torch")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
+    folder = Path(torch.__file__).parent
+    files = [*folder.glob("*.py"), *folder.glob("include/c10/core/**/*.h")]
+    files += folder.glob("include/torch/csrc/**/*.h")
+    for name in ("amp", "distributed", "nn", "optim", "profiler"):
+        files += folder.glob(f"{name}/**/*.py")
+    of_torch = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    assert len(rows) > 10
+    for parts, file, test in rows:
+        ours = set(re.findall(r"\w+", (ROOT / file.strip(" `")).read_text()))
+        named = set(re.findall(r"`(\w+)`", parts))
+        assert named <= ours, file
+        assert named <= of_torch, named - of_torch
+        assert (ROOT / test.strip(" `")).is_file(), test
+
+
 # Tables that are made from the classes.
 
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))

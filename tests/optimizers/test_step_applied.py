@@ -15,7 +15,7 @@ import amp_ext
 
 
 def optimizer_of(device: torch.device, *dtypes: torch.dtype, **options: Any) -> Any:
-    """An SGD over a parameter of each dtype, whose landings are followed."""
+    """An SGD over a parameter of each dtype, that tracks whether a step was applied."""
     params = [Parameter(torch.ones(5, device=device, dtype=dtype)) for dtype in dtypes]
     optimizer = amp_ext.optim.SGD(params, lr=0.1, **options)
     optimizer.track_step_applied()
