@@ -1,9 +1,9 @@
-// Times the CUDA step and look in many shapes, and says which constants of csrc/cuda a GPU would
-// like better. It needs nvcc alone:
+// Times the CUDA step and gradient scan in many shapes, and says which constants of csrc/cuda would
+// be faster on this GPU. It needs only nvcc:
 //
 //   make build/tune_kernels-sm_90 && build/tune_kernels-sm_90
 //
-// With "small" for an argument the sizes are such that the emulator of CUDA can run it.
+// The argument "small" selects sizes that the CUDA emulator can run.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace amp_ext::cuda {
 
-// Threads, elements of a tile, blocks, packs. A look has twice as many blocks.
+// Threads, elements of a tile, blocks, packs. Gradient scans have twice as many blocks.
 #define AMP_EXT_FOR_EACH_SHAPE(X) \
   X(256, 2048, 4, 1)              \
   X(256, 2048, 3, 1)              \
@@ -49,7 +49,7 @@ void check(int error, const char* what) {
   std::exit(1);
 }
 
-// Memory of the GPU.
+// An allocation on the GPU.
 class Memory {
  public:
   explicit Memory(int64_t bytes, int value = 0) : bytes_(bytes), value_(value) {
@@ -65,11 +65,11 @@ class Memory {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
   }
 
-  // Sets all bytes to their first value. Otherwise a kernel would read what one with other arrays
-  // has written, NaN among it, which takes longer.
+  // Sets all bytes to their first value. A kernel would otherwise read what another one has written
+  // to other arrays, including NaN, which takes longer.
   void fill() const { check(cudaMemset(data_, value_, bytes_), "cudaMemset"); }
 
-  // Puts a number at the beginning.
+  // Stores a number at the beginning.
   void hold(float value) {
     check(cudaMemcpy(data_, &value, sizeof value, cudaMemcpyHostToDevice), "cudaMemcpy");
   }
@@ -80,7 +80,7 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// What the kernels read and write beside tensors.
+// Device memory of the kernels other than the tensors.
 struct Scratch {
   explicit Scratch(int64_t tiles, int64_t tensors)
       : steps(tensors * sizeof(float)), tile_sums(tiles * sizeof(double)) {}
@@ -95,20 +95,22 @@ struct Scratch {
 };
 
 struct Case {
-  int64_t elements;  // of all tensors
+  int64_t elements;  // total of all tensors
   int64_t tensors;
 };
 
-// Tensors that share out memory: a stream of it lies in one piece, so does each tensor's part.
+// Tensors cut from one allocation. Each stream (all gradients, all parameters, ...) is contiguous,
+// and so is each tensor within it.
 struct Tensors {
   std::vector<KernelTensorArgs> all_args;
   int64_t elements = 0;
 };
 
-// `bytes` of an element in each of the streams grad, param, master_param, two buffers.
+// Cuts tensors from memory. `bytes` holds the bytes per element of grad, param, master_param and
+// two buffers.
 Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scratch& scratch) {
   constexpr int64_t kBoundary = 64;                      // elements
-  const int64_t whole = bytes[3] == 1 ? kBlockSize : 1;  // codes come in whole blocks
+  const int64_t whole = bytes[3] == 1 ? kBlockSize : 1;  // 8-bit states consist of whole blocks
   const int64_t numel = sizes.elements / sizes.tensors / whole * whole;
   const int64_t padded = (numel + kBoundary) & -kBoundary;
   Tensors tensors;
@@ -133,7 +135,7 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
       args.buffer_formats[i] = bytes[3 + i] == 1   ? kCodes[i]
                                : bytes[3 + i] == 2 ? BufferFormat::kBFloat16
                                                    : BufferFormat::kFloat32;
-      // A first moment in bfloat16 is rounded to nearest by default.
+      // First moments in bfloat16 are rounded to nearest by default.
       if (bytes[3 + i] == 1 || (bytes[3 + i] == 2 && i == 1)) {
         args.dithered |= kDithersBuffer0 << i;
       }
@@ -150,7 +152,7 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
   return tensors;
 }
 
-// What differs between shapes.
+// The constants of a Shape, in the order of kConstants.
 using Described = std::array<int, 4>;
 constexpr const char* kConstants[] = {"kThreads", "kTileSize", "kBlocks", "kPacks"};
 
@@ -165,7 +167,7 @@ std::string text_of(const Described& shape) {
   return text;
 }
 
-// A kernel in one shape.
+// A kernel compiled in one shape.
 struct Variant {
   Described shape;
   int (*run)(const Tensors& tensors, Scratch& scratch);
@@ -177,7 +179,7 @@ struct Step {
   using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
   using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
-  // The host does not know which blocks the GPU's kernel is compiled for.
+  // Returns the current shape. Host code does not know kBlocks of the kernel on this GPU.
   static Described present() {
     int device = 0;
     int major = 0;
@@ -201,8 +203,8 @@ struct Step {
                                                                          : 0;
   static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
                                     kBufferBytes};
-  // Of an element: the gradient is read, and all the rest read and written; a whole master is read
-  // for its parameter.
+  // Bytes moved per element: the gradient is read, everything else is read and written, but a
+  // float32 master is read in place of its parameter.
   static constexpr int kMoved =
       kParamBytes * (kMasterBytes == 4 ? 2 : 3) + 2 * kMasterBytes + 4 * kBufferBytes;
 
@@ -255,10 +257,10 @@ struct GradScan {
 // A kernel in all shapes.
 struct Kernel {
   const char* name;
-  const char* place;  // of the constants
+  const char* place;  // where the constants are defined
   const int (&bytes)[5];
   int moved;
-  int present;  // the number of the present shape, which steps few elements in smaller tiles
+  int present;  // index of the current shape, which steps few elements in smaller tiles
   std::vector<Variant> variants;
 };
 
@@ -282,8 +284,8 @@ Kernel in_all_shapes(const char* name) {
   return kernel;
 }
 
-// Seconds of one call, the least of some rounds. It is repeated within a round for at least
-// `round_milliseconds`.
+// Returns the seconds of one call, the minimum over some rounds. A round repeats the call for at
+// least `round_milliseconds`.
 template <typename Run>
 double seconds_of(const Run& run, float round_milliseconds) {
   cudaEvent_t begin, end;
@@ -317,7 +319,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
                 static_cast<long long>(each.tensors));
   }
   std::printf("\n");
-  std::vector<std::vector<double>> speeds(kernel.variants.size());  // bytes a second
+  std::vector<std::vector<double>> speeds(kernel.variants.size());  // bytes per second
   for (const Case& each : cases) {
     Scratch scratch(each.elements / 1024 + each.tensors + 1, each.tensors);
     scratch.grad_scale.hold(2.0f);
@@ -329,7 +331,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
       speeds[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds);
     }
   }
-  // The geometric mean: a percent counts the same wherever it is gained.
+  // Compare geometric means: a percent then counts the same in every case.
   std::vector<double> means;
   for (size_t i = 0; i < kernel.variants.size(); ++i) {
     std::printf("%s%c", text_of(kernel.variants[i].shape).c_str(),
@@ -380,7 +382,7 @@ int run(bool small) {
                              {1'000'000'000, 1}, {1'000'000'000, 300}};
   if (small) cases = {{5000, 1}, {6000, 30}};
   const float round_milliseconds = small ? 0.0f : 5.0f;
-  // 16 bytes of an element are the most, and what lies between tensors.
+  // An element has at most 16 bytes, and tensors have gaps between them.
   const auto bytes_for = [](const Case& each) {
     return 16 * (each.elements + 128 * (each.tensors + 1));
   };

@@ -1,15 +1,15 @@
-// Averages of weights in one instruction set: a part of engine_body.h, which includes it.
+// The average of weights in one instruction set. A part of engine_body.h, which includes this file.
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Averages a tile of weights of one kind.
+// Averages a tile whose weights and averages have these number formats.
 template <typename WeightFormat, typename AverageFormat>
 void average_tile(const AverageStep& tensor_step, const Tile& tile) {
   using V = Vector<float>;
   using Weights = Numbers<WeightFormat>;
   using Averages = Numbers<AverageFormat>;
   constexpr bool kIsNative = Averages::template kIsNative<float>;
-  const AverageStep step = tensor_step;  // in registers
+  const AverageStep step = tensor_step;  // copied into registers
   KernelTensorArgs args = tile.args;
   args.global_offset = step.dither_place(args.global_offset);
   Dither dither(args, 0);

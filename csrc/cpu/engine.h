@@ -1,4 +1,4 @@
-// The CPU engine: the kernels of one instruction set, and the choice among the sets built in.
+// The CPU engine: the kernels of one instruction set, and the choice of the set.
 #pragma once
 
 #include <atomic>
@@ -10,26 +10,28 @@
 
 namespace amp_ext::cpu {
 
-// Kernels work on the tiles that start in [begin, end) of a TileMap's axis of cost.
+// The kernels of one instruction set. Each kernel works on the tiles that start in [begin, end) of
+// the cost axis of a TileMap.
 struct Engine {
   const char* name;
   void (*step)(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
                int64_t begin, int64_t end);
-  // Returns the least number of a gradient that is inf or NaN, or kNoTensor. Fills
-  // sums[tiles.number_of_tiles()], unless null, with the sums of squares of its tiles: inf or NaN
-  // where a gradient is, unless those are left out.
+  // Returns the lowest index (KernelTensorArgs::group) of a gradient with an inf or NaN, or
+  // kNoTensor. If `sums` is not null, sums[tiles.number_of_tiles()] receives each tile's sum of
+  // squares: inf or NaN if the tile has one, unless skip_nonfinite leaves such elements out.
   int64_t (*scan)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                   int64_t end);
-  // Multiplies gradients in place. Returns the least number of one that was inf or NaN before.
+  // Multiplies gradients in place. Returns the lowest index of a gradient that had an inf or NaN
+  // before, or kNoTensor.
   int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
-  // Adds the numbers of infs and NaNs to counts[records].
+  // Adds each gradient's number of infs and NaNs to counts[number of tensors].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);
-  // One step of averages, as an AverageLaunch has them.
+  // Takes one step of the averages in AverageLaunch::all_args.
   void (*average)(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end);
 };
 
-// One for each source that includes cpu/engine_body.h.
+// The engines, one for each source that includes cpu/engine_body.h.
 namespace plain {
 extern const Engine kEngine;
 }
@@ -42,9 +44,9 @@ extern const Engine kEngine;
 }
 #endif
 
-// The widest engine that the processor runs, or the one that the environment variable
-// AMP_EXT_CPU_ISA names (plain, avx2, avx512). Null if the name is unknown or the processor lacks
-// it.
+// Returns the widest engine that the processor can run, or the one that the environment variable
+// AMP_EXT_CPU_ISA names (plain, avx2, avx512). Returns null if the name is unknown or the processor
+// lacks the instructions.
 const Engine* select_engine();
 
 }  // namespace amp_ext::cpu

@@ -1,7 +1,7 @@
-// The kernels of one instruction set, AMP_EXT_ISA. Included by one source for each, which has
-// chosen the instructions after the standard headers; hence the order here, and no include guard.
+// The kernels of one instruction set, AMP_EXT_ISA. Each engine_*.cpp includes this file after the
+// standard headers and after choosing its instructions. So the order below matters.
 #include "cpu/number.h"
-// Only now, the functors:
+// After cpu/number.h, because the functors use its vectors:
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
@@ -12,29 +12,29 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Elements that are updated before any of them is rounded: the many instructions that round one
-// vector would wait behind the division of the next.
+// Elements that are updated before any of them is rounded. If each vector were rounded at once, the
+// many rounding instructions would wait for the division of the next vector.
 constexpr int64_t kChunkSize = 512;
 
-// Elements are asked for this long before they are loaded: processors look ahead by themselves, but
-// not behind the end of a page, which all streams of a step reach together.
+// Prefetch distance in elements. Hardware prefetchers stop at the end of a page, and all streams of
+// a step reach the end together.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
-// Streams that begin at the same place of a page would all turn to the next one at once: each is
-// asked for this much farther ahead than the one before.
+// Additional prefetch distance of each stream beyond the previous one. Streams that start at the
+// same offset in a page would otherwise all enter a new page at once.
 template <typename T>
 constexpr int64_t kApart = 512 / sizeof(T);
-// So many at once, a line of each stream: with more the requests wait for each other. Of 16 bits a
-// line has twice as many.
+// Elements per prefetch: one cache line of each stream, because more requests wait for each other.
+// A line holds twice as many elements of 16 bits.
 template <typename T, bool kIsNative>
 constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
-// How the numbers of one tensor are dithered at one step.
+// Computes how the numbers of one tensor are dithered at one step (see elements/dither.h).
 class Dither {
  public:
   Dither(const KernelTensorArgs& args, uint32_t step) : args_(args), step_(step) {}
 
-  // For a chunk from an element on.
+  // Prepares a chunk of `count` elements that starts at `offset`.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
     if (args_.dithered == 0) return;
     first_phase_ = fill_phases(args_.global_offset + offset, count, phases_);
@@ -56,8 +56,8 @@ class Dither {
   const uint32_t* first_phase_ = nullptr;
 };
 
-// Rounds the results of a chunk, if they have to be. Copies in all kernels would be a quarter of
-// the engine's code and of the time that it takes to compile.
+// Rounds the results of a chunk to their stored format. Not inlined: copies in all kernels would be
+// a quarter of the engine's code and of its compile time. Native numbers need no rounding.
 template <typename Stored, typename T, typename... Beside>
 __attribute__((noinline)) void round_chunk(Stored stored, const T* results, int64_t count,
                                            Rounding rounding, Beside... beside) {
@@ -67,7 +67,7 @@ template <typename T>
 AMP_EXT_INLINE void round_chunk(Numbers<Plain<T>> /*native*/, const T* /*results*/,
                                 int64_t /*count*/, Rounding /*rounding*/) {}
 
-// The numbers of one tensor, from some element on.
+// The arrays of one tensor (gradient, parameter and buffers), starting at some element.
 template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
 struct Streams;
 template <typename FormatsOfKernel, int... index>
@@ -79,7 +79,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   using Buffer = Numbers<typename NumberFormats::template Buffer<buffer>>;
   using T = typename NumberFormats::T;
 
-  // Whether nothing has to be rounded.
+  // True if no array has to be rounded.
   static constexpr bool kIsNative = Grad::template kIsNative<T> && Param::template kIsNative<T> &&
                                     (... && Buffer<index>::template kIsNative<T>);
 
@@ -97,13 +97,13 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   AMP_EXT_INLINE void load_buffers(int64_t first, V* elements) const {
     ((elements[index] = load_buffer<index, V>(first)), ...);
   }
-  // The root of the second moment as it is stored.
+  // Returns the root of the second moment as it is dequantized from memory.
   template <typename V>
   AMP_EXT_INLINE V stored_root(int64_t first) const {
     return entry<NumberFormats::kRoot>(buffers).root(first);
   }
 
-  // Asks for `count` elements of each stream, up to kFarthest behind the first.
+  // Prefetches `count` elements of each stream, at most kFarthest elements past `first`.
   static constexpr int64_t kFarthest = kAhead<T> + (NumberFormats::kBuffers + 1) * kApart<T>;
   AMP_EXT_INLINE void prefetch_ahead(int64_t first, int64_t count) const {
     first += kAhead<T>;
@@ -112,12 +112,12 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     (entry<index>(buffers).prefetch(first + (index + 2) * kApart<T>, count), ...);
   }
 
-  // Where results are left before they are rounded.
+  // Sets `results` to the arrays that receive the buffers' results before these are rounded.
   AMP_EXT_INLINE void results_in(T (*scratch)[kChunkSize], T** results) const {
     ((results[index] = entry<index>(buffers).results_in(scratch[index])), ...);
   }
 
-  // Rounds the results, the second moment before the ratios to it.
+  // Rounds the buffers' results. Ratios come last: they refer to the rounded second moment.
   AMP_EXT_INLINE void round_buffers(T* const* results, int64_t count, const Dither& dither) const {
     (round_buffer</*kAreRatios=*/false, index>(results[index], count, dither), ...);
     (round_buffer</*kAreRatios=*/true, index>(results[index], count, dither), ...);
@@ -146,7 +146,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   }
 };
 
-// Copies of the last elements of a tensor that fill no vector.
+// Padded copies of a tensor's last elements, which do not fill a vector.
 template <typename Streams>
 struct Tail;
 template <typename NumberFormats, int... index>
@@ -157,7 +157,7 @@ struct Tail<Streams<NumberFormats, std::integer_sequence<int, index...>>> {
   typename Each::Param::Padded param;
   Entries<typename Each::template Buffer<index>::Padded...> buffers;
 
-  // The same streams within the copies.
+  // Returns streams that point into the copies.
   AMP_EXT_INLINE Each open(const Each& streams, int64_t count) {
     return {grad.open(streams.grad, count),
             param.open(streams.param, count),
@@ -178,7 +178,7 @@ AMP_EXT_INLINE bool is_nonfinite(Storage value) {
   return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
 }
 
-// The same for gradients, of which those keep their bits that are inf or NaN.
+// Rounds the results of gradients, but leaves stored elements that are inf or NaN as they are.
 template <typename Storage, typename T>
 void round_finite_results(const T* results, int64_t count, Storage* stored) {
   if constexpr (!std::is_same_v<Storage, T>) {
@@ -190,8 +190,8 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, up to kChunkSize unless the streams are native. From the
-// first of them on `rest` elements may be asked for.
+// Updates `count` elements: whole vectors, at most kChunkSize elements unless the streams are
+// native. Up to `rest` elements from the first may be prefetched.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
@@ -244,7 +244,7 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
 
 template <typename Streams, typename Functor, typename T>
 void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Tile& tile) {
-  const TensorConstants<Functor, T> constants = tensor_constants;  // in registers
+  const TensorConstants<Functor, T> constants = tensor_constants;  // copied into registers
   Dither dither(tile.args, constants.step);
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
@@ -270,7 +270,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Steps a tile of a record that has the kinds of one of the combinations, as every record has.
+// Steps a tile with the combination whose number formats match the tensor; one always does.
 template <int kBuffers, typename Functor, typename T, typename... Each>
 void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
                      bool is_usual, const Tile& tile) {
@@ -295,7 +295,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
   static_cast<void>((step_if_matching(Each()) || ...));
 }
 
-// The constants of the last tensor seen: neighbours mostly share their group and their step.
+// Caches the constants of the last tensor, because neighbours mostly share group and step.
 template <template <typename> class Functor, typename T>
 class ConstantsCache {
  public:
@@ -316,7 +316,7 @@ class ConstantsCache {
     }
     return constants_;
   }
-  // True if the fast path takes the options of the last record.
+  // True if the fast path supports the options of the last tensor.
   bool is_usual() const { return is_usual_; }
 
  private:
@@ -358,9 +358,9 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecis
   }
 }
 
-// Calls visit(first, second) for all elements, as vectors of their bits as type T, with zeros
-// behind the last. In pairs, so that a result that waits for the one before waits half as often.
-// From the first on `rest` elements may be asked for.
+// Calls visit(first, second) for pairs of vectors that hold the bits of all elements as type T,
+// with zeros after the last element. Pairs halve the dependency chain of a running result. Up to
+// `rest` elements from the first may be prefetched.
 template <typename T, typename Storage, typename Visit>
 AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_t rest,
                                   const Visit& visit) {
@@ -382,21 +382,21 @@ AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_
   visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
-// The type in which the exponents of numbers can be compared: they are no NaN when all else is 0.
+// The type that compares exponents whose other bits are 0; such a value may be inf but never NaN.
 template <typename Storage>
 struct ExponentType {
   using type = int16_t;
 };
 template <>
 struct ExponentType<float> {
-  using type = float;  // a maximum that every processor has
+  using type = float;  // every instruction set has a maximum of floats
 };
 template <>
 struct ExponentType<double> {
   using type = double;
 };
 
-// Whether any element is inf or NaN: the largest exponent tells.
+// True if any element is inf or NaN, which shows in the largest exponent.
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
@@ -410,14 +410,15 @@ bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   return any(bit_cast<Vector<T>>(largest) == kExponentMask<Storage>);
 }
 
-// The number of elements that are inf or NaN. `count` up to kTileSize, which 16 bits can hold.
+// Returns how many elements are inf or NaN. `count` is at most kTileSize, so that the counts of all
+// lanes fit into 16 bits.
 template <typename Storage>
 int64_t number_of_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
   static_assert(kTileSize / kLanes<uint16_t> < std::numeric_limits<int16_t>::max());
   Vector<T> found = {};
   for_each_pair<T>(elements, count, rest, [&](Vector<T> first, Vector<T> second) {
-    // A comparison that holds is -1.
+    // A comparison gives -1 in the lanes where it is true.
     found -= bit_cast<Vector<T>>((first & kExponentMask<Storage>) == kExponentMask<Storage>);
     found -= bit_cast<Vector<T>>((second & kExponentMask<Storage>) == kExponentMask<Storage>);
   });
@@ -435,11 +436,11 @@ AMP_EXT_INLINE double to_double(Storage value) {
   }
 }
 
-// Elements of which squares are summed together.
+// Number of elements whose squares are summed in float32 before the sum is checked.
 constexpr int64_t kSumSize = 1024;
 
-// Sums in one fixed order: 32 running sums, then pairwise. `count` up to kSumSize. Asks for what is
-// `ahead` elements behind each.
+// Returns the sum of squares in a fixed order: 32 running sums, then pairwise. `count` is at most
+// kSumSize. Prefetches `ahead` elements in advance.
 template <typename Storage>
 float sum_of_squares_in_float(const Storage* elements, int64_t count, int64_t ahead) {
   using V = Vector<float>;
@@ -463,7 +464,7 @@ float sum_of_squares_in_float(const Storage* elements, int64_t count, int64_t ah
   return (((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]))) + rest;
 }
 
-// The same with 8 sums.
+// Returns the sum of squares in a fixed order, with 8 running sums in float64.
 template <typename Storage>
 double sum_of_squares_in_double(const Storage* elements, int64_t count) {
   double sums[8] = {};
@@ -478,10 +479,11 @@ double sum_of_squares_in_double(const Storage* elements, int64_t count) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// Squares below this lose bits in float32.
+// Sums below this limit may have lost bits of small squares in float32.
 constexpr float kSmallSum = 1e-20f;
 
-// Squares may be too large or too small for float32.
+// Returns the sum of squares in float64. Sums each kSumSize elements in float32 if their squares
+// are neither too large nor too small for it.
 template <typename Storage>
 double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
   double sum = 0.0;
@@ -500,7 +502,7 @@ double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
   return sum;
 }
 
-// The same without the elements that are inf or NaN.
+// Returns the sum of the squares of all elements that are neither inf nor NaN.
 template <typename Storage>
 double sum_of_finite_squares(const Storage* elements, int64_t count) {
   double sum = 0.0;
@@ -511,8 +513,8 @@ double sum_of_finite_squares(const Storage* elements, int64_t count) {
   return sum;
 }
 
-// Calls visit(grad, count, rest) with the elements of a tile, and how many may be asked for from
-// the first of them on.
+// Calls visit(grad, count, rest) with the elements of a tile; `rest` elements from the first may be
+// prefetched.
 template <typename Visit>
 AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
   for_dtype(tile.args.grad_dtype, [&](auto element) {
@@ -529,7 +531,8 @@ inline int64_t scan(const TileMap& tiles, double* sums, bool skip_nonfinite, int
       if (sums != nullptr) {
         const double sum = sum_of_squares(grad, count, rest);
         sums[tile.index_of_tile] = sum;
-        // Any inf or NaN shows in the sum. A square that overflows in float64 looks the same.
+        // A finite sum proves that there is no inf or NaN. An infinite sum does not prove one:
+        // squares may overflow in float64.
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;
@@ -551,13 +554,13 @@ inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, 
   });
 }
 
-// Multiplies in place. Returns whether an element was inf or NaN before.
+// Multiplies elements in place. Returns true if an element was inf or NaN before.
 template <typename Storage>
 bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) {
   using T = typename ComputeType<Storage>::type;
   using V = Vector<T>;
   const T factor = factor_in_float;
-  V differences = {};  // of elements and themselves: 0 or NaN
+  V differences = {};  // value - value: 0 if finite, else NaN
   int64_t whole = count / kLanes<T> * kLanes<T>;
   alignas(64) T scratch[kChunkSize];
   for (int64_t offset = 0; offset < count;) {

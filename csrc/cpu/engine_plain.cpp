@@ -1,4 +1,4 @@
-// The CPU kernels for any processor: vectors of 16 bytes, which all x86-64 processors have.
+// The CPU kernels for any processor, with 16-byte vectors, which every x86-64 processor has.
 #include "cpu/standard_headers.h"
 
 #define AMP_EXT_ISA plain

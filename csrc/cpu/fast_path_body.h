@@ -1,20 +1,20 @@
-// The fast path of Adam's step with moments in 16 or 8 bits. It takes the usual options and
+// The fast path of Adam's step with 16-bit or 8-bit moments. It supports the usual options and
 // numbers, and stores the same bits as the general code in cpu/engine_body.h, which includes this
 // file.
 //
-// A first loop updates a group of elements and leaves the results in scratch. If one of them is
-// unusual (NaN, a second moment that is negative or nearly infinite), the general code updates the
-// group, since nothing has been stored yet. Otherwise a second loop encodes and stores the results.
-// Each number is decoded once, and the group has one test instead of one for each number.
+// A first loop updates a group of elements and leaves the results in scratch memory. If a result is
+// unusual (NaN, or a second moment that is negative or nearly infinite), the general code updates
+// the group instead, because nothing has been stored yet. Otherwise a second loop quantizes and
+// stores the results. So each number is dequantized once, and one test covers the group.
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// The elements of a group. With a quarter of them, steps with 8-bit moments take 10 to 25 % more
-// time.
+// Number of elements in a group. With a quarter of it, steps with 8-bit moments take 10 to 25 %
+// longer.
 constexpr int64_t kGroupSize = 16 * kLanes<float>;
 static_assert(kChunkSize % kGroupSize == 0 && kGroupSize % (2 * kBlockSize) == 0);
 
-// True for numbers that are dithered if the options say so.
+// True for number formats that are dithered if the options say so.
 template <typename NumberFormat>
 inline constexpr bool kMayDither = false;
 template <>
@@ -26,13 +26,14 @@ inline constexpr bool kMayDither<Ratio> = true;
 template <>
 inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
 
-// The bits of KernelTensorArgs::dithered that matter to a kernel.
+// The bits of KernelTensorArgs::dithered that concern a kernel.
 template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
     (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
     (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
     (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
-// The numbers that the fast path dithers: those of the default betas. Codes are always dithered.
+// Returns the bits of the numbers that the fast path dithers: with the default betas, and always
+// the 8-bit codes.
 template <typename NumberFormats>
 constexpr int usual_dither() {
   typename NumberFormats::Hyperparameters defaults;
@@ -46,7 +47,8 @@ bool has_usual_dither(const KernelTensorArgs& args) {
   return (args.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
 }
 
-// True if a functor has a fast path for these numbers. With float32 moments it would save nothing.
+// True if a functor has a fast path for these number formats. With float32 moments it would save
+// nothing.
 template <typename Functor, typename NumberFormats>
 inline constexpr bool kHasFastPath = false;
 template <typename NumberFormats>
@@ -59,7 +61,7 @@ inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> = [] {
   }
 }();
 
-// The words that dither neighbouring vectors.
+// The dither words (see elements/dither.h) of consecutive vectors.
 struct Words {
   const uint32_t* phases;
   uint32_t offset;
@@ -69,7 +71,7 @@ struct Words {
   }
 };
 
-// The vectors that are stored together, because their codes fill one vector.
+// Number of vectors that are stored together: their 8-bit codes fill one vector.
 constexpr int kTogether = sizeof(FourVectors) / sizeof(Vector<uint32_t>);
 constexpr int64_t kElementsTogether = kTogether * kLanes<float>;
 
@@ -84,8 +86,8 @@ AMP_EXT_INLINE void store_upper_bits(BFloat16* to, const FourVectors& words) {
   }
 }
 
-// Loads a parameter or a moment. The split master of a parameter that somebody has set to 0 becomes
-// NaN.
+// Loads a parameter or a moment. If a parameter was set to 0 from outside, its split master may
+// load as NaN, which sends the group to the general code.
 template <typename NumberFormat>
 AMP_EXT_INLINE Vector<float> fast_load(const Numbers<NumberFormat>& numbers, int64_t index) {
   return numbers.template load<Vector<float>>(index);
@@ -98,7 +100,7 @@ AMP_EXT_INLINE Vector<float> fast_load(const Numbers<Split<BFloat16, kBits>>& nu
                                                        << (16 - kBits));
 }
 
-// Stores kTogether vectors without NaN.
+// Stores kTogether vectors that contain no NaN.
 template <bool kDithers>
 AMP_EXT_INLINE void fast_store(const Numbers<Plain<float>>& numbers, int64_t index,
                                const float* values, const Words& /*words*/) {
@@ -158,11 +160,11 @@ AMP_EXT_INLINE void fast_store(const Numbers<Split<BFloat16, kBits>>& numbers, i
   }
 }
 
-// The constants of a step for one tensor.
+// The constants of a step for one tensor in the fast path.
 template <typename Functor>
 struct FastConstants {
   Functor update;
-  float grad_factor;  // with the direction
+  float grad_factor;  // TensorConstants::grad_factor * direction
   uint32_t step;
 };
 
@@ -183,14 +185,15 @@ struct FastGroup {
 
   alignas(64) float params[kGroupSize];
   alignas(64) float firsts[kGroupSize];
-  alignas(64) float seconds[kGroupSize];  // roots, if these are stored
-  // Each block's exponent, and the floats by which its roots are encoded, as bits.
+  alignas(64) float seconds[kGroupSize];  // second moments, or their roots if roots are stored
+  // For each block, its exponent byte, and the bits of three floats that quantize its roots: the
+  // unit, the inverse unit, and the smallest root that is not 0.
   alignas(64) uint8_t exponents[kLanes<float>];
   alignas(64) uint32_t units[kLanes<float>];
   alignas(64) uint32_t inverses[kLanes<float>];
   alignas(64) uint32_t leasts[kLanes<float>];
 
-  // Updates the elements from `first` on. Returns whether they are usual.
+  // Updates the elements from `first` on. Returns true if none of them is unusual.
   template <typename Functor>
   AMP_EXT_INLINE bool update(const FastConstants<Functor>& constants, const Streams& streams,
                              int64_t first, const uint32_t* phases, bool asks_ahead) {
@@ -199,7 +202,8 @@ struct FastGroup {
     NanSeen nan;
     U unusual = {};  // not 0 in lanes with an unusual number
     if constexpr (NumberFormats::kHasRatios) {
-      // The sum has the upper bit of a byte set if its code is NaN.
+      // A ratio is NaN if the low 7 bits of its code are 127; adding 1 then sets the upper bit of
+      // the byte.
       for (int64_t i = 0; i < kGroupSize; i += sizeof(U)) {
         unusual |= (load_bits<U>(first_moments.codes + first + i) & 0x7f7f7f7fu) + 0x01010101u;
       }
@@ -221,7 +225,7 @@ struct FastGroup {
 #pragma GCC unroll 8
       for (int k = 0; k < kBlockVectors; ++k) {
         const int64_t index = begin + k * kLanes<float>;
-        const int place = block * kBlockVectors + k;  // the vector's number in the group
+        const int place = block * kBlockVectors + k;  // index of the vector in the group
         V first_moment, second_moment;
         [[maybe_unused]] U unit;
         if constexpr (kHasRoots) {
@@ -232,7 +236,8 @@ struct FastGroup {
         } else {
           second_moment = fast_load(second_moments, index);
           if constexpr (NumberFormats::kHasRatios) {
-            // A negative one has a unit that no root has. The new ratio may be infinite then.
+            // Collect signs, because a negative second moment has a unit that no root has, and the
+            // new ratio may be infinite.
             signs |= bits_of(second_moment);
             unit = ((bits_of(second_moment) >> 1) + 0x1fc00000u) & 0x7f800000u;
           }
@@ -274,7 +279,7 @@ struct FastGroup {
       store_bits(inverses, (254u - exponent) << 23);
       store_bits(leasts, bits_of(float_of(exponent << 23) * 0x1p-10f));
     } else if constexpr (NumberFormats::kHasRatios) {
-      // A larger one may become inf when it is dithered.
+      // Above the largest bfloat16, dithering may turn a second moment into inf.
       unusual |= bit_cast<U>(as_signed(largest_second) >= 0x7f7f0000) | (signs & 0x80000000u);
     }
     return !nan.yes() && !any(unusual);
@@ -284,7 +289,7 @@ struct FastGroup {
     return float_of(U{} + words[block]);
   }
 
-  // Stores the elements from `first` on.
+  // Quantizes and stores the results as the elements from `first` on.
   AMP_EXT_INLINE void store_at(const Streams& streams, int64_t first, const uint32_t* phases,
                                uint32_t step) const {
     const auto& first_moments = entry<0>(streams.buffers);
@@ -338,7 +343,7 @@ struct FastGroup {
   }
 };
 
-// Steps a tile of a tensor with the usual options and dither.
+// Steps a tile of a tensor that has the usual options and dither.
 template <typename Streams, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   const FastConstants<Functor> fast = {constants.update.usual(),

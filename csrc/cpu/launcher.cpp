@@ -10,8 +10,8 @@ namespace amp_ext::cpu {
 
 namespace {
 
-// Below this cost, some 0.1 ms of work, threads are not worth waking: on a busy machine that alone
-// may take milliseconds.
+// Cost below which work stays in the calling thread: about 0.1 ms. Waking threads may take
+// milliseconds on a busy machine.
 constexpr int64_t kSerialCost = 131072;
 
 void lower(int64_t* first_nonfinite, int64_t index) {
@@ -55,7 +55,7 @@ void Launcher::scan(const GradScanLaunch& launch) const {
   const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
     return engine_.scan(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
   });
-  // In the order of the tiles, however many threads there were.
+  // Add in the order of the tiles, so that the result does not depend on the number of threads.
   for (const double sum : sums) *launch.sum_of_squares += sum;
   for (int64_t i = 0; launch.squares_of_tensors != nullptr && i < launch.count; ++i) {
     const double sum = std::accumulate(sums.begin() + tiles.tiles_before(i),

@@ -1,5 +1,5 @@
-// Launches on the CPU: cuts the work into ranges, hands them to threads, and gathers what they
-// found.
+// Launches on the CPU: divides the work into ranges, runs these in threads, and collects their
+// findings.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace amp_ext::cpu {
 
-// Calls run(begin, end) for ranges that make up [0, total), at the same time if that pays: below
-// `grain` a range is not worth a thread.
+// Calls run(begin, end) for ranges that make up [0, total), in parallel if that pays. A range
+// shorter than `grain` is not worth a thread.
 using ParallelFor = void (*)(int64_t total, int64_t grain,
                              const std::function<void(int64_t, int64_t)>& run);
 
 class Launcher {
  public:
-  // With `asks_ahead` kernels ask for memory before they need it.
+  // If `asks_ahead` is true, the kernels prefetch.
   Launcher(const Engine& engine, ParallelFor parallel_for, bool asks_ahead)
       : engine_(engine), parallel_for_(parallel_for), asks_ahead_(asks_ahead) {}
 
@@ -34,7 +34,7 @@ class Launcher {
   TileMap tiles_of(const KernelTensorArgs* all_args, size_t count) const {
     return {all_args, static_cast<int64_t>(count), asks_ahead_};
   }
-  // One parallel region over the tiles of all tensors. Returns the least of work()'s results.
+  // Runs one parallel region over the tiles of all tensors. Returns the smallest result of work().
   template <typename Work>
   int64_t least_in_parallel(const TileMap& tiles, const Work& work) const;
 

@@ -1,11 +1,12 @@
-// Numbers in memory as the kernels of one instruction set load and store them.
+// Loads and stores numbers of each format with the vectors of one instruction set.
 //
-// The results of a chunk are left in `results_in(scratch)`: the memory of the numbers, where that
-// has the type that is computed in. Then `round` stores them as they are kept.
+// An update leaves the results of a chunk in the memory that `results_in(scratch)` returns: the
+// array itself if it stores the type of the computation, else scratch memory. Then `round` converts
+// the results to the stored format.
 #pragma once
 
 #include "cpu/vector.h"
-// Only now, the functors:
+// After cpu/vector.h, because the functors use its vectors:
 #include "elements/dither.h"
 #include "elements/moment_codes.h"
 #include "elements/numbers.h"
@@ -14,8 +15,8 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Copies of less than a vector of elements, with zeros behind them. Made out of line: each kernel
-// has one for each array, for the last elements of a tensor alone.
+// A copy of a tensor's last elements, which do not fill a vector, padded with zeros. Not inlined,
+// because every kernel has one for each array and rarely runs it.
 template <typename Storage>
 struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];
@@ -41,10 +42,10 @@ AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
   }
 }
 
-// How results are rounded where they are stored in 16 or 8 bits.
+// How results are rounded to 16 or 8 bits.
 struct Rounding {
-  const uint32_t* phases = nullptr;  // of the elements of a chunk, or null: to nearest
-  uint32_t offset = 0;               // that the step adds to them
+  const uint32_t* phases = nullptr;  // dither phases of a chunk; null: round to nearest
+  uint32_t offset = 0;               // added to each phase: step * stride
 
   AMP_EXT_INLINE bool dithers() const { return phases != nullptr; }
   AMP_EXT_INLINE Vector<uint32_t> words(int64_t index) const {
@@ -81,12 +82,12 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
 }
 
-// What is written behind the phases of a chunk, and before those of one that begins among eight.
+// Extra room in an array of phases: fill_phases begins at a multiple of 8 and stores whole vectors.
 inline constexpr int64_t kBesidePhases = 8 * kLanes<uint32_t> + 7;
 
-// Fills in the phases of the elements from number `first` of the whole tensor on: `phases` has room
-// for `count` and kBesidePhases more. Returns where the first element's is. Inlined, it would slow
-// the kernels of what is not dithered by 1 to 4 %.
+// Computes the dither phases of `count` elements, of which the first has index `first` in the
+// unsharded tensor. `phases` has room for count + kBesidePhases; returns the first element's phase
+// in it. Not inlined: that would slow kernels without dithering by 1 to 4 %.
 __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int64_t count,
                                                              uint32_t* phases) {
   using U = Vector<uint32_t>;
@@ -100,7 +101,7 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   U own = (lanes + static_cast<uint32_t>(place - before)) * kPhaseStride;
   for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
     const U number = begin + static_cast<uint32_t>(i);
-    // A comparison that holds is -1: the lower half has passed its largest number.
+    // Subtracting `carry` adds 1 to the upper half where the lower half overflowed: true is -1.
     const U carry = bit_cast<U>(number < residual);
     const EightTimes hashes(dither_hash(number, high - carry));
     for (int k = 0; k < 8; ++k) {
@@ -111,20 +112,20 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   return phases + before;
 }
 
-// The numbers of one kind from some element of a tensor on. `Padded` holds the last of them, which
-// fill no vector.
+// The numbers of one format in a tensor, starting at some element. `Padded` holds a copy of the
+// last elements, which do not fill a vector.
 template <typename NumberFormat>
 struct Numbers;
 
 template <typename Storage>
 struct Numbers<Plain<Storage>> {
-  // Whether nothing has to be rounded.
+  // True if the array stores T, so that results need no rounding.
   template <typename T>
   static constexpr bool kIsNative = std::is_same_v<Storage, T>;
 
   Storage* elements;
 
-  AMP_EXT_INLINE static Numbers at(void* elements, void* /*beside*/, int64_t offset) {
+  AMP_EXT_INLINE static Numbers at(void* elements, void* /*unused*/, int64_t offset) {
     return {static_cast<Storage*>(elements) + offset};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
@@ -143,7 +144,7 @@ struct Numbers<Plain<Storage>> {
   AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
     round_results(results, count, elements, rounding);
   }
-  // Of the ratios to these second moments.
+  // Returns the units (powers of two) of the ratios to these second moments.
   AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
     return unit_below_root(bits_of(load<Vector<float>>(index)));
   }
@@ -163,7 +164,7 @@ struct Numbers<Mastered<Storage>> {
   template <typename T>
   static constexpr bool kIsNative = false;
 
-  Storage* elements;  // only written
+  Storage* elements;  // written but never read
   float* masters;
 
   AMP_EXT_INLINE static Numbers at(void* elements, void* masters, int64_t offset) {
@@ -266,14 +267,14 @@ struct Numbers<Ratio> {
 
   uint8_t* codes;
 
-  AMP_EXT_INLINE static Numbers at(void* codes, void* /*beside*/, int64_t offset) {
+  AMP_EXT_INLINE static Numbers at(void* codes, void* /*unused*/, int64_t offset) {
     return {static_cast<uint8_t*>(codes) + offset};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
     amp_ext::prefetch(codes, index, count);
   }
 
-  // `second` are the second moments beside these, as they are stored.
+  // Dequantizes ratios. `second` is the stored second moments to which they refer.
   template <typename Second>
   AMP_EXT_INLINE Vector<float> load(int64_t index, const Second& second) const {
     return RatioCode::decode(load_wide(codes + index), second.unit(index));
@@ -307,7 +308,7 @@ struct Numbers<Blockwise<Code>> {
   uint8_t* codes;
   uint8_t* exponents;
 
-  // `offset` is that of a block.
+  // `offset` is a multiple of kBlockSize.
   AMP_EXT_INLINE static Numbers at(void* codes, void* exponents, int64_t offset) {
     return {static_cast<uint8_t*>(codes) + offset,
             static_cast<uint8_t*>(exponents) + offset / kBlockSize};
@@ -334,7 +335,7 @@ struct Numbers<Blockwise<Code>> {
     }
   }
 
-  // Tensors of whole blocks have no such end.
+  // Does nothing, because tensors with blockwise moments consist of whole blocks.
   struct Padded {
     AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t /*count*/) { return numbers; }
     AMP_EXT_INLINE void close(int64_t /*count*/) {}
@@ -353,8 +354,8 @@ struct Numbers<Blockwise<Code>> {
       const auto bits = bits_of(measured[k]) & 0x7fffffffu;
       const auto words = rounding.words(first + k * kLanes<float>);
       const auto lifted = Code::lifted(bits, rounding.dithers(), words);
-      // Halved, as the lifted bits of a NaN may pass the largest signed number; the last bit
-      // decides nothing.
+      // Halve the bits, because those of a NaN may exceed the largest int32. The last bit is not
+      // needed.
       largest = maximum(as_signed(lifted >> 1), largest);
     }
     const BlockUnit unit = BlockUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,

@@ -1,5 +1,5 @@
-// The standard headers of the kernels. They come before the instruction set is chosen, so that what
-// the linker may share with other sources runs on every processor.
+// The standard headers of the kernels. Include them before choosing the instruction set: the linker
+// may share their inline functions with other sources, so these must run on every processor.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 #include <arm_neon.h>
 #endif
 
-// Between the two, code may use instructions that not every processor has: AMP_EXT_TARGET("avx2").
+// AMP_EXT_TARGET("avx2") lets the code up to AMP_EXT_END_TARGET use more instructions: here AVX2.
 #define AMP_EXT_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define AMP_EXT_TARGET(features) \

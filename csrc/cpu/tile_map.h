@@ -1,4 +1,4 @@
-// Cuts the elements of many tensors into tiles, and hands out ranges of tiles of even cost.
+// Divides the elements of many tensors into tiles, and finds the tiles of a range of the work.
 #pragma once
 
 #include <algorithm>
@@ -9,25 +9,25 @@
 
 namespace amp_ext::cpu {
 
-// Elements of a tile. Any size from 1K to 256K is within a few percent.
+// Elements per tile. From 1K to 256K the time differs by a few percent only.
 inline constexpr int64_t kTileSize = 8192;
 
-// Elements [begin, end) of one tensor.
+// The elements [begin, end) of one tensor.
 struct Tile {
   const KernelTensorArgs& args;
-  int64_t index;          // of the record
-  int64_t index_of_tile;  // among all tiles
+  int64_t index;          // index of the tensor in the launch
+  int64_t index_of_tile;  // index of the tile among all tiles
   int64_t begin;
   int64_t end;
-  int64_t end_ahead;  // of the elements that may be asked for before they are needed
+  int64_t end_ahead;  // end of the elements that may be prefetched, or 0
 };
 
-// Tensors stand behind each other on one axis of cost: each takes its elements and an overhead that
-// stands for the work of starting it. A tile belongs to the range in which it starts, so that
-// any cut of the axis gives each tile to one thread, whatever the number of threads.
+// Places tensors one after another on an axis of cost, on which each takes as much as it has
+// elements plus an overhead for starting it. A tile belongs to the range that contains its start.
+// So each tile has exactly one thread, wherever the axis is cut.
 class TileMap {
  public:
-  // Without `asks_ahead` no element of a tile may be asked for before it is needed.
+  // If `asks_ahead` is false, kernels may not prefetch.
   TileMap(const KernelTensorArgs* all_args, int64_t count, bool asks_ahead = true)
       : all_args_(all_args), asks_ahead_(asks_ahead), starts_(count + 1), first_tiles_(count + 1) {
     for (int64_t i = 0; i < count; ++i) {
@@ -38,7 +38,7 @@ class TileMap {
 
   int64_t total_cost() const { return starts_.back(); }
   int64_t number_of_tiles() const { return first_tiles_.back(); }
-  // Tiles of the records before that one.
+  // Returns the number of tiles of the tensors before tensor `index`.
   int64_t tiles_before(int64_t index) const { return first_tiles_[index]; }
 
   // Calls visit(tile) for each tile that starts in [begin, end).
@@ -61,10 +61,10 @@ class TileMap {
  private:
   static constexpr int64_t kOverhead = 64;
 
-  const KernelTensorArgs* all_args_;  // [count]
+  const KernelTensorArgs* all_args_;  // [count], the tensors
   bool asks_ahead_;
-  std::vector<int64_t> starts_;       // [count + 1], on the axis of cost
-  std::vector<int64_t> first_tiles_;  // [count + 1], indices of tiles
+  std::vector<int64_t> starts_;       // [count + 1], begin of each tensor on the axis of cost
+  std::vector<int64_t> first_tiles_;  // [count + 1], index of each tensor's first tile
 };
 
 }  // namespace amp_ext::cpu

@@ -1,10 +1,9 @@
-// Vectors of numbers, as wide as the registers of the instruction set that this file is compiled
-// for (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and all that they can do beside the compiler's
-// operators.
+// Vectors as wide as the registers of the instruction set that this file is compiled for
+// (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and functions for what the compiler's operators cannot do.
 //
-// Read before the functors: vectors have no namespace in which a functor's call could find the
-// functions below later. Whatever is no operator is here, and no other file has an intrinsic: those
-// of x86-64 and of 64-bit Arm. Where there is none the plain text below makes the same bits.
+// Include it before the functors: vectors have no namespace, so a functor would not find functions
+// that are declared later. All intrinsics are in this file, for x86-64 and 64-bit Arm. On other
+// processors plain code computes the same bits.
 #pragma once
 
 #include "elements/numeric.h"
@@ -29,16 +28,16 @@ struct VectorOf {
   typedef T type __attribute__((vector_size(kBytes)));
 };
 
-// A register full of numbers: float, double, int32_t, uint32_t, ... Operators work lane by lane, a
-// number stands for a vector of it, and a comparison gives a vector of integers, 0 or -1.
+// A register of float, double, int32_t, uint32_t, ... Operators work lane by lane and broadcast
+// scalars. A comparison gives a vector of integers: -1 where it is true, else 0.
 template <typename T>
 using Vector = typename VectorOf<T, AMP_EXT_VECTOR_BYTES>::type;
 template <typename T>
 constexpr int kLanes = AMP_EXT_VECTOR_BYTES / static_cast<int>(sizeof(T));
 
-constexpr int64_t kLineSize = 64;  // bytes of a line of the caches
+constexpr int64_t kLineSize = 64;  // bytes of a cache line
 
-// As many numbers of another size as a vector of From has lanes.
+// A vector of To with as many lanes as a Vector<From>.
 template <typename To, typename From>
 using Converted = typename VectorOf<To, kLanes<From>* static_cast<int>(sizeof(To))>::type;
 
@@ -60,7 +59,7 @@ AMP_EXT_INLINE void store_bits(void* to, V value) {
   *static_cast<Anywhere*>(to) = value;
 }
 
-// Asks for elements [begin, begin + count) before they are needed; some may lie behind the last.
+// Prefetches the elements [begin, begin + count); some may lie past the end of the array.
 template <typename T>
 AMP_EXT_INLINE void prefetch(const T* elements, int64_t begin, int64_t count) {
   const auto first = reinterpret_cast<uintptr_t>(elements) + begin * sizeof(T);
@@ -70,14 +69,14 @@ AMP_EXT_INLINE void prefetch(const T* elements, int64_t begin, int64_t count) {
   }
 }
 
-// 0, 1, 2, ...
+// Returns 0, 1, 2, ...
 AMP_EXT_INLINE Vector<uint32_t> lane_indices() {
   alignas(64) static constexpr uint32_t kIndices[] = {0, 1, 2,  3,  4,  5,  6,  7,
                                                       8, 9, 10, 11, 12, 13, 14, 15};
   return load_bits<Vector<uint32_t>>(kIndices);
 }
 
-// Eight vectors in which each lane of one stands eight times.
+// Eight vectors that together repeat each lane of one vector eight times.
 class EightTimes {
  public:
   explicit AMP_EXT_INLINE EightTimes(Vector<uint32_t> lanes) : lanes_(lanes) {}
@@ -96,7 +95,7 @@ class EightTimes {
   Vector<uint32_t> lanes_;
 };
 
-// The smaller and the larger of two numbers, the second if one of them is NaN.
+// The smaller and the larger of two values; the second value if either is NaN.
 template <typename V>
 AMP_EXT_INLINE V minimum(V first, V second) {
   return first < second ? first : second;
@@ -105,7 +104,7 @@ template <typename V>
 AMP_EXT_INLINE V maximum(V first, V second) {
   return first > second ? first : second;
 }
-#if AMP_EXT_VECTOR_X86 == 64  // gcc makes the instruction of the text above, but not with a mask
+#if AMP_EXT_VECTOR_X86 == 64  // gcc compiles the code above to min and max in narrower vectors only
 AMP_EXT_INLINE Vector<float> minimum(Vector<float> first, Vector<float> second) {
   return _mm512_maskz_min_ps(0xffff, first, second);
 }
@@ -120,12 +119,12 @@ AMP_EXT_INLINE Vector<double> maximum(Vector<double> first, Vector<double> secon
 }
 #endif
 
-// The functions of storage.h and numeric.h for vectors.
+// Vector versions of the functions in storage.h and numeric.h.
 AMP_EXT_INLINE Vector<uint32_t> smaller_word(Vector<uint32_t> a, Vector<uint32_t> b) {
 #if AMP_EXT_VECTOR_X86 == 64
   return (Vector<uint32_t>)_mm512_maskz_min_epi32(0xffff, (__m512i)a, (__m512i)b);
 #else
-  using Signed = Vector<int32_t>;  // which every processor compares
+  using Signed = Vector<int32_t>;  // signed comparisons exist in every instruction set
   return bit_cast<Vector<uint32_t>>(minimum(bit_cast<Signed>(a), bit_cast<Signed>(b)));
 #endif
 }
@@ -150,7 +149,7 @@ AMP_EXT_INLINE Vector<float> add_exact_product(Vector<float> a, Vector<float> b,
 #endif
 }
 
-// Whether any lane of a comparison holds.
+// True if a comparison is true in any lane.
 template <typename Mask>
 AMP_EXT_INLINE bool any(Mask mask) {
   const auto words = bit_cast<Vector<int64_t>>(mask);
@@ -159,7 +158,7 @@ AMP_EXT_INLINE bool any(Mask mask) {
   return found != 0;
 }
 
-// The largest of all lanes, by halves.
+// Returns the largest lane, by halving the vector repeatedly.
 template <int kBytes = AMP_EXT_VECTOR_BYTES>
 AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type value) {
   if constexpr (kBytes > 8) {
@@ -172,7 +171,7 @@ AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type val
 }
 
 #if AMP_EXT_VECTOR_X86 == 64
-// Halves the lanes of two vectors by maxima, which stand in turns in the result.
+// Takes maxima of pairs of lanes in `a` and in `b`. The result alternates between both.
 AMP_EXT_INLINE __m512i fold_lanes(__m512i a, __m512i b) {
   return _mm512_maskz_max_epi32(0xffff, _mm512_maskz_unpacklo_epi32(0xffff, a, b),
                                 _mm512_maskz_unpackhi_epi32(0xffff, a, b));
@@ -182,8 +181,8 @@ AMP_EXT_INLINE __m256i fold_lanes(__m256i a, __m256i b) {
   return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
 #endif
-// The largest lane of vector i is returned in lane i. The remaining lanes repeat these numbers or
-// are 0.
+// Returns the largest lane of values[i] in lane i. The remaining lanes repeat these maxima or are
+// 0.
 AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLanes<float> / 2]) {
 #if AMP_EXT_VECTOR_X86 == 64
   const auto* const v = reinterpret_cast<const __m512i*>(values);
@@ -208,7 +207,9 @@ AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLa
 
 AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
 #if AMP_EXT_VECTOR_X86 == 64
-  return _mm512_mask_sqrt_ps(value, 0xffff, value);  // without a mask gcc warns of its own header
+  return _mm512_mask_sqrt_ps(value, 0xffff,
+                             // Without a mask, gcc warns of its own header.
+                             value);
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_sqrt_ps(value);
 #elif AMP_EXT_VECTOR_X86 == 16
@@ -236,7 +237,7 @@ AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
 #endif
 }
 
-// As the functions of numbers in storage.h.
+// Vector versions of the scalar functions in storage.h.
 AMP_EXT_INLINE Vector<uint32_t> bits_of(Vector<float> value) {
   return bit_cast<Vector<uint32_t>>(value);
 }
@@ -246,10 +247,10 @@ AMP_EXT_INLINE Vector<float> float_of(Vector<uint32_t> bits) {
 AMP_EXT_INLINE Vector<int32_t> as_signed(Vector<uint32_t> bits) {
   return bit_cast<Vector<int32_t>>(bits);
 }
-AMP_EXT_INLINE Vector<uint32_t> to_integer(Vector<float> value) {  // up to 2^31
+AMP_EXT_INLINE Vector<uint32_t> to_integer(Vector<float> value) {  // values below 2^31
   return bit_cast<Vector<uint32_t>>(__builtin_convertvector(value, Vector<int32_t>));
 }
-AMP_EXT_INLINE Vector<float> to_number(Vector<uint32_t> integer) {  // of a signed one
+AMP_EXT_INLINE Vector<float> to_number(Vector<uint32_t> integer) {  // reads `integer` as int32
   return __builtin_convertvector(bit_cast<Vector<int32_t>>(integer), Vector<float>);
 }
 
@@ -261,7 +262,7 @@ AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> value) {
   const auto low = (__m256i)(value & 0xffffu);
   store_bits(to, _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
 #elif AMP_EXT_VECTOR_X86 == 16
-  // Sign-extended, since packing saturates.
+  // Sign-extend, because _mm_packs_epi32 saturates signed values.
   const __m128i low = _mm_srai_epi32((__m128i)(value << 16), 16);
   _mm_storel_epi64(reinterpret_cast<__m128i_u*>(to), _mm_packs_epi32(low, low));
 #else
@@ -299,12 +300,13 @@ AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> first, Vector<
 #endif
 }
 
-// Four neighbouring vectors.
+// Four consecutive vectors.
 using FourVectors = Vector<uint32_t>[4];
 
 #if AMP_EXT_VECTOR_X86 == 64
-// Four vectors are packed into one by halves of registers, so that store_packed restores the order.
-// packed_signs keeps the sign of each lane in its byte.
+// Pack four vectors of 32-bit lanes into one of bytes. The instructions work within 128-bit parts,
+// so store_packed restores the order. packed_signs keeps each lane's sign in the upper bit of its
+// byte.
 AMP_EXT_INLINE __m512i packed_bytes(const FourVectors& v) {
   return _mm512_packus_epi16(_mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]),
                              _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]));
@@ -342,7 +344,7 @@ AMP_EXT_INLINE __m128i packed_bytes(const FourVectors& v) {
 AMP_EXT_INLINE void store_packed(uint8_t* to, __m128i bytes) { store_bits(to, bytes); }
 #endif
 
-// Stores the low 8 bits of each lane of four vectors. No lane has other bits.
+// Stores the low 8 bits of each lane of four vectors. The other bits must be 0.
 AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values) {
 #if AMP_EXT_VECTOR_X86 != 0
   store_packed(to, packed_bytes(values));
@@ -350,8 +352,8 @@ AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values) {
   for (int k = 0; k < 4; ++k) store_low_bits(to + k * kLanes<uint32_t>, values[k]);
 #endif
 }
-// Stores the low 7 bits of each lane, and in the upper bit of its byte the sign of the same lane of
-// `signs`.
+// Stores a byte for each lane of four vectors: the low 7 bits of `values`, and the sign of `signs`
+// in the upper bit.
 AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values,
                                     const FourVectors& signs) {
 #if AMP_EXT_VECTOR_X86 != 0
@@ -365,7 +367,7 @@ AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values,
 #endif
 }
 
-// Elements of 16 or 8 bits, with zeros above.
+// Loads elements of 16 or 8 bits, zero-extended to 32 bits.
 AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint8_t* from) {
 #if AMP_EXT_VECTOR_X86 == 64
   return (Vector<uint32_t>)_mm512_maskz_cvtepu8_epi32(0xffff, load_bits<__m128i>(from));
@@ -398,7 +400,7 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint16_t* from) {
 #endif
 }
 
-// Elements of 16 or 8 bits, with copies of their upper bit above.
+// Loads elements of 16 or 8 bits, sign-extended to 32 bits.
 AMP_EXT_INLINE Vector<uint32_t> load_signed(const uint8_t* from) {
 #if AMP_EXT_VECTOR_X86 == 64
   return (Vector<uint32_t>)_mm512_maskz_cvtepi8_epi32(0xffff, load_bits<__m128i>(from));
@@ -419,7 +421,7 @@ AMP_EXT_INLINE Vector<uint32_t> load_signed(const uint16_t* from) {
 #endif
 }
 
-// As many stored elements as V has lanes, in its type: V is a Vector of float or of double.
+// Loads as many elements as V has lanes and converts them to V, a Vector of float or double.
 template <typename V>
 AMP_EXT_INLINE V load(const float* from) {
   if constexpr (std::is_same_v<V, Vector<double>>) {
@@ -445,7 +447,7 @@ AMP_EXT_INLINE V load(const Half* from) {
 #elif AMP_EXT_VECTOR_ARM == 16
   return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
-  using Bits = Vector<uint32_t>;  // as to_float of storage.h
+  using Bits = Vector<uint32_t>;  // code of to_float in storage.h
   const Bits bits = load_wide(&from->bits);
   const Bits sign = (bits & 0x8000u) << 16;
   const Bits exponent = bits & 0x7c00u;
@@ -460,19 +462,19 @@ AMP_EXT_INLINE V load(const Half* from) {
 #endif
 }
 
-// The upper 16 bits of each lane are the number rounded to bfloat16, unless it is NaN.
+// Rounds to bfloat16, which is the upper 16 bits of each lane. Wrong for NaN.
 AMP_EXT_INLINE Vector<uint32_t> rounded_to_upper_bits(Vector<float> value) {
   const auto bits = bit_cast<Vector<uint32_t>>(value);
   return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
-// Stores a vector's elements, rounding to nearest even.
+// Stores the elements of a vector, rounded to nearest even.
 AMP_EXT_INLINE void store(float* to, Vector<float> value) { store_bits(to, value); }
 AMP_EXT_INLINE void store(double* to, Vector<double> value) { store_bits(to, value); }
 AMP_EXT_INLINE void store(float* to, Vector<double> value) {
   store_bits(to, __builtin_convertvector(value, Converted<float, double>));
 }
-// `upper_bits` has them unless the value is NaN.
+// Stores the upper 16 bits of `upper_bits`, or a NaN where `value` is NaN.
 AMP_EXT_INLINE void store_unless_nan(BFloat16* to, Vector<float> value,
                                      Vector<uint32_t> upper_bits) {
   const Vector<uint32_t> nan = Vector<uint32_t>{} + 0x7fc00000u;
@@ -489,7 +491,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #elif AMP_EXT_VECTOR_ARM == 16
   vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
 #else
-  using Bits = Vector<uint32_t>;  // as from_float of storage.h
+  using Bits = Vector<uint32_t>;  // code of from_float in storage.h
   const Bits sign = (bit_cast<Bits>(value) >> 16) & 0x8000u;
   const Bits magnitude = bit_cast<Bits>(value) & 0x7fffffffu;
   const Bits rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -497,7 +499,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
   const Bits subnormal =
       bit_cast<Bits>(bit_cast<Vector<float>>(magnitude) + 0.5f) - bits_of(Vector<float>{} + 0.5f);
   const Bits nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
-  // Signed comparisons, which every processor has.
+  // Compare signed integers, which every instruction set can.
   const auto size = bit_cast<Vector<int32_t>>(magnitude);
   Bits result = select(size < 0x38800000, subnormal, normal);
   result = select(size >= 0x477ff000, Bits{} + 0x7c00u, result);
@@ -506,7 +508,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #endif
 }
 
-// Rounds `count` elements, a multiple of the lanes.
+// Rounds and stores `count` elements, a multiple of the lanes.
 template <typename T, typename Storage>
 AMP_EXT_INLINE void round_all(const T* from, int64_t count, Storage* to) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load<Vector<T>>(from + i));
@@ -535,7 +537,7 @@ AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
 #endif
 }
 
-// Remembers whether one of many vectors held a NaN.
+// Remembers whether any vector contained a NaN.
 struct NanSeen {
 #if AMP_EXT_VECTOR_X86 == 64
   __mmask16 lanes = 0;
@@ -564,9 +566,9 @@ struct NanSeen {
 #endif
 };
 
-// Rounds `count` elements, a multiple of the lanes, to the upper half of upper_bits(value, index),
-// unless the value is NaN. Two vectors share their packing, and looking for NaN costs half of
-// replacing it: if there is one, all are rounded again.
+// Rounds `count` elements, a multiple of the lanes, to the upper 16 bits of upper_bits(value,
+// index); NaN stays NaN. Packs two vectors at a time. Only detects NaN, which costs half as much as
+// replacing it, and rounds all elements again if there was one.
 template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {

@@ -11,22 +11,22 @@ namespace amp_ext::cuda {
 
 namespace {
 
-// A weight and its average.
+// The arrays of one weight and its average.
 template <typename WeightFormat, typename AverageFormat>
 struct AveragedStreams {
   using Weights = Numbers<WeightFormat>;
   using Averages = Numbers<AverageFormat>;
   static constexpr int kPackSize = 16 / std::min(Weights::kLeastBytes, Averages::kLeastBytes);
   static constexpr int kPointers = Weights::kPointers + 1;
-  // Joining a float16 with a difference takes registers.
+  // Three blocks for float16 with a 16-bit residual, because joining the two takes more registers.
   static constexpr int kBlocks = std::is_same_v<WeightFormat, Split<Half, 16>> ? 3 : 4;
   using Shape = cuda::Shape<kThreads, Averages::kMayDither ? 8192 : 4096, kBlocks, 2, 2048>;
 
   Weights weights;
   Averages averages;
-  int64_t global_offset;  // where it stands for the dither
+  int64_t global_offset;  // index of the first element for the dither
 
-  // Where packs can start in [begin, end), as in a step.
+  // Returns the first index in [begin, end) at which packs can start, or `end`, as in step.cuh.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + averages.elements_to_boundary(begin);
     const bool aligned =
@@ -40,7 +40,7 @@ struct AveragedStreams {
     typename Averages::template Values<kCount> averages;
   };
 
-  // Averages `kPacks` packs, each `stride` elements behind the one before.
+  // Averages `kPacks` packs that start `stride` elements apart.
   template <int kCount, int kPacks>
   __device__ void update(const AverageStep& step, int64_t first, int64_t stride) const {
     Values<kCount> values[kPacks];
@@ -76,7 +76,7 @@ struct AverageArguments {
   AverageCounters* counters;
   const float* step_applied;
   uint32_t* block_counter;
-  bool is_last;  // of the launches of one step
+  bool is_last;  // true in the last launch of one step
 };
 
 template <typename Streams, typename Shape>
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       });
 }
 
-// Averages the records of one pair of kinds, and adds their number to `launched`.
+// Averages the tensors that have these two number formats, and adds their number to `launched`.
 template <typename Streams, typename HasFormats>
 int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                    const HasFormats& has_formats, int64_t& launched) {
@@ -154,7 +154,7 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
 }  // namespace
 
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
-  if (launch.count == 0) {  // a step counts, also of no tensors
+  if (launch.count == 0) {  // a step without tensors still advances the counters
     const KernelTensorArgs empty;
     AverageLaunch of_empty = launch;
     of_empty.all_args = &empty;

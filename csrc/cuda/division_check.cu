@@ -1,5 +1,5 @@
-// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU,
-// whose approximations of both no standard describes.
+// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU.
+// They start from approximations whose results no standard specifies.
 #include <algorithm>
 #include <cmath>
 
@@ -12,17 +12,17 @@ namespace amp_ext::cuda {
 
 namespace {
 
-constexpr int64_t kRoots = int64_t{1} << 24;  // every mantissa, under both parities of exponents
+constexpr int64_t kRoots = int64_t{1} << 24;  // every mantissa, with an even and an odd exponent
 constexpr int64_t kReciprocals = int64_t{1} << 23;  // every mantissa
-constexpr int64_t kQuotients = 100'000'000;         // pairs of all sizes that the fast path divides
+constexpr int64_t kQuotients = 100'000'000;  // pairs from the range that the fast path divides
 constexpr int kBlocks = 2048;
 
 struct CheckArguments {
   int64_t stride;
-  unsigned long long* wrong;  // [3]
+  unsigned long long* wrong;  // [3]: roots, reciprocals, quotients
 };
 
-// A float32 with the mantissa in the lower bits of `hash`, in [2^least, 2^(least + count)).
+// Returns a float32 in [2^least, 2^(least + count)) with the low bits of `hash` as its mantissa.
 __device__ float number_of(uint32_t hash, uint32_t exponent_hash, int least, uint32_t count) {
   const uint32_t exponent = 127 + least + exponent_hash % count;
   return float_of((exponent << 23) | (hash & 0x7fffffu));

@@ -1,4 +1,4 @@
-// The kernel that follows the loss scale, and the choice among all kernels.
+// The kernel that updates the loss scale, and the functions that choose among all kernels.
 #include <type_traits>
 
 #include "cuda/engine.h"
@@ -12,8 +12,8 @@ namespace {
 struct UpdateArguments {
   OverflowFlag flags[kMaxFlags];
   int32_t count;
-  bool is_last;               // of the launches of one update
-  int32_t* earlier_overflow;  // [1], of the launches before, or null
+  bool is_last;               // true in the last launch of an update
+  int32_t* earlier_overflow;  // [1], not 0 if an earlier launch found a flag; or null
   ScaleUpdate update;
 };
 static_assert(sizeof(UpdateArguments) <= kArgumentBytes);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(1)
   StepDecision::end_guarded_step(inputs);
 }
 
-// Calls run(element) with a value of each dtype, until one returns an error.
+// Calls run(element) with a value of each dtype, until a call returns an error.
 template <typename Run>
 int for_each_dtype(const Run& run) {
   int error = 0;
@@ -93,7 +93,7 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
         &step_all<WithBFloat16<BFloat16>>, &step_all<WithOthers<BFloat16>::Type>}) {
     if (const int error = step_of_some(launch, block_counter, stream, launched)) return error;
   }
-  // A combination of dtypes that no kernel was compiled for.
+  // Some tensor has a combination of dtypes for which no kernel was compiled.
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
@@ -107,7 +107,7 @@ int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream) {
 }
 
 int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count) {
-  int64_t tiles = 1;  // a launch has a block at least
+  int64_t tiles = 1;  // a launch has at least one block
   for (int64_t i = 0; i < count; ++i) {
     for_dtype(all_args[i].grad_dtype, [&](auto element) {
       constexpr int kSize = GradientShape<decltype(element)>::kTileSize;

@@ -1,5 +1,5 @@
-// The fast path of a step: whole packs of the usual numbers. A warp votes before it stores any; one
-// unusual element sends the elements of all its threads through the general code.
+// The fast path of a step, for packs that contain only usual numbers. A warp votes before it
+// stores: if one element is unusual, the general code updates the elements of all its threads.
 #pragma once
 
 #include <utility>
@@ -13,17 +13,17 @@
 
 namespace amp_ext::cuda {
 
-// Number `index` of the 16-bit numbers in some words, as a bfloat16.
+// Returns number `index` of the bfloat16 numbers in some words.
 template <int kWords>
 __device__ __forceinline__ float bfloat16_at(const Pack<uint32_t, kWords>& words, int index) {
   const uint32_t word = words.values[index / 2];
   return float_of(index % 2 == 0 ? word << 16 : word & 0xffff0000u);
 }
-// The upper halves of two words, the first in the lower half of the result.
+// Returns the upper halves of two words, that of `first` in the lower half of the result.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t first, uint32_t second) {
   return select_bytes(first, second, 0x7632);
 }
-// Byte kByte of each of four words.
+// Returns byte kByte of each of four words.
 template <int kByte>
 __device__ __forceinline__ uint32_t bytes_of(const uint32_t* words) {
   constexpr uint32_t kOfTwo = kByte | ((kByte + 4) << 4);
@@ -35,8 +35,8 @@ __device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, i
   return *reinterpret_cast<Pack<uint32_t, kWords>*>(elements + index);
 }
 
-// kCount neighbouring numbers of one kind, from a place where a pack can start. What is written by
-// `set` is finite. `word` dithers the first of them, if kDithers.
+// kCount consecutive numbers of one format in registers, from an index where a pack can start.
+// `set` takes finite values. `word` dithers the first of them if kDithers (see elements/dither.h).
 template <typename NumberFormat, int kCount>
 struct FastPack {
   typename Numbers<NumberFormat>::template Values<kCount> own;
@@ -63,12 +63,12 @@ struct FastPack<Plain<BFloat16>, kCount> {
     words = words_at<kCount / 2>(numbers.elements, index);
   }
   __device__ float get(int i) const { return bfloat16_at(words, i); }
-  // The unit of the ratio to this second moment.
+  // Returns the unit of the ratio to this second moment.
   __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(get(i))); }
   __device__ uint32_t twice_inverse_unit(int i) const {
     return twice_inverse_unit_below_root(bits_of(get(i)));
   }
-  // Negative second moments have units that no root has.
+  // Returns bits other than 0 if a second moment is negative: its unit would belong to no root.
   __device__ uint32_t negative() const {
     uint32_t signs = 0;
 #pragma unroll
@@ -129,7 +129,7 @@ struct FastPack<Split<BFloat16, kBits>, kCount> {
     residuals = words_at<kLowWords>(numbers.residuals, index);
   }
   __device__ float get(int i) const {
-    // The lower part where it belongs, with its sign in all bits above.
+    // Move the residual below the parameter's bits and extend its sign.
     uint32_t residual;
     if constexpr (kBits == 16) {
       residual = select_bytes(residuals.values[i / 2], 0, i % 2 == 0 ? 0x9910 : 0xbb32);
@@ -172,7 +172,7 @@ struct FastPack<Ratio, kCount> {
   __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
     words = words_at<kCount / 4>(numbers.codes, index);
   }
-  // The upper bit of a byte is set where a code is NaN.
+  // Returns a word in which the upper bit of a byte is set if a code in this byte is NaN.
   __device__ uint32_t nan_codes() const {
     uint32_t found = 0;
 #pragma unroll
@@ -190,7 +190,7 @@ struct FastPack<Ratio, kCount> {
     uint32_t signs[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      // Bits 13 to 19 are moved to a byte of their own.
+      // Move bits 13 to 19, which hold the place of the ratio, to byte 2.
       places[i] = RatioCode::encode_number(values[i], inverses[i], word + i * kPhaseStride) << 3;
       signs[i] = bits_of(values[i]);
     }
@@ -205,8 +205,8 @@ struct FastPack<Ratio, kCount> {
   }
 };
 
-// The bits of the largest of a block of numbers that are not negative, lifted by what dithers it.
-// All threads of a warp come here.
+// Returns the largest bit pattern in a block of 32 elements with their dither added. No value is
+// negative. All threads of a warp must call this.
 template <typename Code, int kCount>
 __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCount], uint32_t word) {
   uint32_t largest = 0;
@@ -221,7 +221,7 @@ __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCoun
   return largest;
 }
 
-// Roots are those of the formula's fast path, times 2^32.
+// Second moments as 8-bit roots. `roots` comes from fast_update, which multiplies roots by 2^32.
 template <int kCount>
 struct FastPack<Blockwise<RootCode>, kCount> {
   Pack<uint32_t, kCount / 4> words;
@@ -238,13 +238,14 @@ struct FastPack<Blockwise<RootCode>, kCount> {
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
 
-  // All threads that have the block come here. Returns whether it is unusual.
+  // Chooses the exponent of a block of 32 elements. All threads that hold a part of it must call
+  // this. Returns true if the block has an unusual number.
   __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
     const uint32_t largest = largest_of_block<RootCode>(roots, word);
     exponent = RootCode::fast_unit(largest);
     return RootCode::is_unusual(largest);
   }
-  // `inverses` become twice the inverse units of the ratios to what is stored.
+  // Quantizes the roots. Sets `inverses` to twice the inverse units of ratios to the stored roots.
   __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
     const float unit = float_of(exponent << 23);
     const uint32_t scaled = exponent + RootCode::kFastExponent;
@@ -255,7 +256,7 @@ struct FastPack<Blockwise<RootCode>, kCount> {
     for (int i = 0; i < kCount; ++i) {
       const uint32_t bits =
           RootCode::fast_encode(roots[i], least, inverse, word + i * kPhaseStride);
-      codes[i] = (bits - RootCode::kSixteenth) << 7;  // in byte 3
+      codes[i] = (bits - RootCode::kSixteenth) << 7;  // the code is in byte 3
       inverses[i] = twice_inverse_unit(bits_of(RootCode::fast_decode(bits & 0xfffe0000u, unit)));
     }
 #pragma unroll
@@ -309,13 +310,13 @@ struct FastPack<Blockwise<MomentumCode>, kCount> {
   }
 };
 
-// The constants of a tensor for the fast path.
+// The constants of a step for one tensor in the fast path.
 template <typename Functor>
 struct FastConstants {
   Functor update;
-  float grad_factor;  // with the direction
+  float grad_factor;  // TensorConstants::grad_factor * direction
   uint32_t step;
-  uint32_t place_bits;  // RatioCode::kPlaceBits, which the compiler is not to know
+  uint32_t place_bits;  // RatioCode::kPlaceBits, unknown to the compiler (see BlockState)
 
   template <typename Constants>
   __device__ static FastConstants of(const Constants& general, uint32_t place_bits) {
@@ -334,7 +335,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
-  // The numbers that are dithered by default. Codes always are.
+  // Returns the bits of the numbers that are dithered by default, apart from 8-bit codes.
   static constexpr uint8_t default_dither() {
     typename NumberFormats::Hyperparameters defaults;
     defaults.dither = true;
@@ -347,7 +348,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));
 
-  // Whether a tensor's numbers lie and are rounded as the fast path takes them.
+  // True if a tensor's alignment and dithering are such that the fast path can step it.
   static bool takes(const KernelTensorArgs& args) {
     const auto is_aligned = [](const void* memory) {
       return reinterpret_cast<uintptr_t>(memory) % 16 == 0;
@@ -363,8 +364,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Entries<FastPack<typename NumberFormats::template Buffer<index>, kCount>...> buffers;
   };
 
-  // Asks for the pack kAhead elements behind `first`, in all arrays that are read, if it is
-  // `there`.
+  // Prefetches the pack kAhead elements after `first` in all arrays that are read, if `there`.
   template <int kAhead>
   static __device__ __forceinline__ void prefetch(const Streams& streams, int64_t first,
                                                   bool there) {
@@ -373,8 +373,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     (entry<index>(streams.buffers).template prefetch<kAhead>(first, there), ...);
   }
 
-  // Updates the pack at `first`, unless the warp has an unusual one. Returns whether it was
-  // updated. All threads of a warp come here; one that is not `inside` only votes.
+  // Updates the pack at `first`, unless a pack of the warp has an unusual number. Returns true if
+  // it was updated. All threads of a warp must call this; a thread that is not `inside` only votes.
   template <Division kDivision>
   static __device__ __forceinline__ bool update(const FastConstants<Functor>& constants,
                                                 const Streams& streams, int64_t first,
@@ -410,8 +410,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     ((is_unusual |=
       choose_unit<index>(packs, index == NumberFormats::kRoot ? roots : buffers[index], word_of)),
      ...);
-    // All have loaded before one stores: others read the exponent of a block, and those that are
-    // not inside a pack of another. Shuffles and votes order no memory.
+    // All threads must have loaded before one stores: several threads read the exponent of a block,
+    // and those that are not `inside` read another thread's pack. Votes do not order memory access.
     __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 
@@ -460,7 +460,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Ratios are to the second moment as it has been stored, and set after the others.
+  // Quantizes one buffer. Ratios come last: they refer to the rounded second moment.
   template <int buffer, bool kIsRatio, typename WordOf>
   static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
                                                     uint32_t (&inverses)[kCount],
@@ -483,8 +483,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   }
 };
 
-// Whether there is a fast path for a functor with these numbers: where all buffers are in 32 bits,
-// a step waits for memory, and the general kernel takes as long.
+// True if a functor has a fast path for these number formats. If all buffers are in 32 bits, a step
+// waits for memory, and the general kernel takes as long.
 template <typename Functor, typename Streams>
 inline constexpr bool kHasFastPath = false;
 template <typename Streams>

@@ -1,4 +1,4 @@
-// The kernels that work on gradients alone: the look, multiplying in place, counting.
+// The kernels that work on gradients alone: scanning, multiplying in place, counting infs and NaNs.
 #pragma once
 
 #include <type_traits>
@@ -14,12 +14,12 @@ namespace amp_ext::cuda {
 template <typename Storage>
 inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
 
-// Four packs are under way at once. Large tiles have few sums of a block: on an H100 those of 4096
-// elements with a pack or two at once take up to 1.7 times as long.
+// A thread loads four packs before it uses one. Large tiles need fewer sums over a block: on an
+// H100, tiles of 4096 elements with one or two packs take up to 1.7 times as long.
 template <typename Storage>
 using GradientShape = Shape<kThreads, 16384, 4, 4>;
 
-// Elements from `begin` to the first 16-byte boundary, or `end` if there is none before.
+// Returns the first index from `begin` on at a 16-byte boundary, or `end` if that comes first.
 template <typename Storage>
 __device__ int64_t first_pack(const Storage* grad, int64_t begin, int64_t end) {
   const int64_t first = begin + elements_to_boundary(grad + begin);
@@ -33,19 +33,19 @@ __device__ bool is_nonfinite(Storage value) {
   return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
 }
 
-// The gradients of one launch, whose kernel has up to 80 bytes of arguments beside them.
+// The gradients of one launch. Kernels have up to 80 bytes of other arguments.
 template <typename Shape>
 using GradientTable = TensorTable<1, kArgumentBytes - 80>;
 
-// The part of a gradient that this block has.
+// The part of a gradient that this block works on.
 template <typename StorageType, typename ShapeOfKernel>
 struct GradientTile {
   using Storage = StorageType;
   using Shape = ShapeOfKernel;
 
   Storage* grad;
-  int32_t tensor;  // its number in the table
-  int32_t index;   // by which the tensor is reported
+  int32_t tensor;  // index of the tensor in the table
+  int32_t index;   // index by which the tensor is reported
   int64_t begin;
   int64_t end;
 
@@ -59,9 +59,9 @@ struct GradientTile {
     end = table.end_of(begin, tensor);
   }
 
-  // Calls visit(pack, in_place) for all elements, some at a time, with a copy of them and where
-  // they are. The copies are loaded before they are used: compared where they are, they would be
-  // loaded one by one.
+  // Calls visit(pack, in_place) for all elements, a pack at a time: a copy of the elements, and a
+  // reference to them in memory. Without copies the compiler would load and compare single
+  // elements.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
     for_each_pack<Shape, kPackSize<Storage>>(
@@ -81,10 +81,10 @@ struct GradientTile {
   }
 };
 
-// Where a block says that it found inf or NaN.
+// Where a block reports inf and NaN.
 struct GradScanOutputs {
-  float* found_inf;          // [1], or null: nothing is said
-  int64_t* first_nonfinite;  // [1], or null
+  float* found_inf;          // [1], set to 1; null: nothing is reported
+  int64_t* first_nonfinite;  // [1], lowered to the tensor's index; or null
 };
 
 // Reports tensor `index` if a thread of the block has found inf or NaN.
@@ -100,7 +100,7 @@ struct WarpValues {
   T values[kWarps];
 };
 
-// The sum over the threads of a block, known to all of them. In a fixed order.
+// Returns the sum over the threads of a block to all of them, added in a fixed order.
 template <typename Shape, typename T>
 __device__ T block_sum(T value) {
   constexpr int kWarps = Shape::kThreads / 32;
@@ -109,7 +109,7 @@ __device__ T block_sum(T value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
     value += __shfl_down_sync(0xffffffffu, value, offset);
-  __syncthreads();  // an earlier sum may still be read
+  __syncthreads();  // threads may still read the previous sum
   if (threadIdx.x % 32 == 0) warp_sums.values[threadIdx.x / 32] = value;
   __syncthreads();
   T sum = warp_sums.values[0];
@@ -129,7 +129,7 @@ struct GradScanArguments {
   bool skip_nonfinite;
 };
 
-// The sum of squares of a tile. Squares too large or too small for float32 are summed in double.
+// Returns the sum of the squares of a tile, computed in T.
 template <typename T, typename Tile>
 __device__ T tile_sum_of_squares(const Tile& tile, bool skip_nonfinite = false) {
   T sum = 0;
@@ -143,6 +143,7 @@ __device__ T tile_sum_of_squares(const Tile& tile, bool skip_nonfinite = false) 
   return block_sum<typename Tile::Shape>(sum);
 }
 
+// Returns the sum of the squares of a tile, in float64 if some are too large or small for float32.
 template <typename Tile>
 __device__ double careful_sum_of_squares(const Tile& tile) {
   if constexpr (!std::is_same_v<typename Tile::Storage, double>) {
@@ -152,7 +153,7 @@ __device__ double careful_sum_of_squares(const Tile& tile) {
   return tile_sum_of_squares<double>(tile);
 }
 
-// The sum of the sums of `count` tiles, known to all threads of a block. In a fixed order.
+// Returns the sum of `count` tile sums to all threads of a block, added in a fixed order.
 template <typename Shape>
 __device__ double sum_of_tiles(const double* sums, int64_t count) {
   double total = 0.0;
@@ -162,17 +163,17 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// Lets the last block of each tensor write the sum of the tensor's squares.
+// The last block of each tensor writes the sum of the tensor's squares.
 template <typename Shape, typename Table, typename Tile>
 __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;
-  if (blockIdx.x == 0) {  // no block has a tensor without elements
+  if (blockIdx.x == 0) {  // tensors without elements have no block
     for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
       if (table.numel[i] == 0) arguments.squares_of_tensors[table.group[i]] = 0.0;
     }
   }
   const int64_t tiles = table.tiles_of(tile.tensor);
-  if (tiles == 0) return;  // the block of a launch whose tensors are all without elements
+  if (tiles == 0) return;  // all threads of the block have the same value
   bool is_last = false;
   if (threadIdx.x == 0) {
     const auto last = static_cast<unsigned>(tiles - 1);
@@ -194,10 +195,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   const GradientTile<Storage, Shape> tile(arguments.table);
   double sum = 0.0;
-  bool is_usual = false;  // the same in all threads
+  bool is_usual = false;  // the same value in all threads
   if constexpr (kSumSquares) {
     sum = careful_sum_of_squares(tile);
-    // Any inf or NaN shows in the sum. A square that overflows in float64 looks the same.
+    // A finite sum proves that there is no inf or NaN. An infinite sum does not prove one: squares
+    // may overflow in float64.
     is_usual = is_finite(sum);
     if (!is_usual && arguments.skip_nonfinite) sum = tile_sum_of_squares<double>(tile, true);
   }
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 template <typename Table>
 struct CountArguments {
   Table table;
-  unsigned long long* counts;  // by the indices of the tensors
+  unsigned long long* counts;  // [count], by the index of the tensor
 };
 
 template <typename Storage, typename Table, typename Shape>
@@ -277,14 +279,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-// Launches a kernel over the gradients of one dtype, in as many pieces as its arguments need. All
-// of `arguments` but its table is set. Sets is_launched[count], unless null, as a StepLaunch does.
+// Launches a kernel over the gradients of dtype Storage, several times if they do not fit into one
+// table. The caller sets all of `arguments` but the table. Sets is_launched[i], unless null, for
+// each gradient whose kernel was launched.
 template <typename Storage, typename Shape, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   auto& table = arguments.table;
-  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // the indices of its records
+  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // index of each tensor in all_args
   const auto flush = [&]() -> int {
     const int error = launch(kernel, table.blocks(), Shape::kThreads, stream, arguments);
     if (error != 0) return error;
@@ -304,7 +307,7 @@ int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t co
   return table.count > 0 ? flush() : 0;
 }
 
-// Looks at the gradients of one dtype.
+// Scans the gradients of one dtype.
 template <typename Storage, typename Shape>
 int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
                 cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Numbers in memory as kernels load and store them: some neighbouring elements at once.
+// Loads and stores consecutive numbers of each format.
 #pragma once
 
 #include "cuda/tensor_table.cuh"
@@ -9,9 +9,9 @@
 
 namespace amp_ext::cuda {
 
-// How an element is rounded where it is stored in 16 or 8 bits.
+// How an element is rounded to 16 or 8 bits.
 struct Rounding {
-  bool dithers = false;  // or to nearest
+  bool dithers = false;  // false: to nearest
   uint32_t word = 0;
 };
 
@@ -23,19 +23,19 @@ __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half&
   stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));
 }
 
-// The numbers of one kind of a tensor. `Values` are those that a thread has loaded.
+// The numbers of one format in a tensor. `Values` holds those that a thread has loaded.
 template <typename NumberFormat>
 struct Numbers;
 
 template <typename Storage>
 struct Numbers<Plain<Storage>> {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(Storage);  // of an element of an array
+  static constexpr int kLeastBytes = sizeof(Storage);  // bytes of an element; packs have 16 bytes
   static constexpr bool kMayDither = sizeof(Storage) == 2;
 
   Storage* elements;
 
-  // `pointers` are those of a table of tensors, from these numbers on.
+  // `pointers` are the columns of a TensorTable, starting with the one for these numbers.
   template <int kCapacity>
   __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
     return {static_cast<Storage*>(pointers[0][tensor])};
@@ -58,7 +58,7 @@ struct Numbers<Plain<Storage>> {
     Pack<Storage, kCount> pack;
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
-    // Of the ratio to this second moment.
+    // Returns the unit of the ratio to this second moment.
     __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(load(i))); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
@@ -84,7 +84,7 @@ struct Numbers<Mastered<Storage>> {
   static constexpr int kLeastBytes = sizeof(Storage);
   static constexpr bool kMayDither = false;
 
-  Storage* elements;  // only written
+  Storage* elements;  // written but never read
   float* masters;
 
   template <int kCapacity>
@@ -132,7 +132,7 @@ template <typename Storage, int kBits>
 struct Numbers<Split<Storage, kBits>> {
   using Residual = typename Split<Storage, kBits>::Residual;
   static constexpr int kPointers = 2;
-  static constexpr int kLeastBytes = sizeof(Storage);  // packs of 16 would spill
+  static constexpr int kLeastBytes = sizeof(Storage);  // with 1, packs of 16 would spill
   static constexpr bool kMayDither = kBits == 8;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
@@ -200,7 +200,7 @@ struct Numbers<Split<Storage, kBits>> {
 template <>
 struct Numbers<Ratio> {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(float);  // packs of 16 would spill
+  static constexpr int kLeastBytes = sizeof(float);  // with 1, packs of 16 would spill
   static constexpr bool kMayDither = true;
 
   uint8_t* codes;
@@ -219,7 +219,7 @@ struct Numbers<Ratio> {
     cuda::prefetch<kAhead>(codes + index, there);
   }
 
-  // `unit` is that of the second moment beside this element, as it is stored.
+  // `unit` is the unit of the stored second moment of the same element.
   template <int kCount>
   struct Values {
     Pack<uint8_t, kCount> pack;
@@ -242,7 +242,7 @@ struct Numbers<Ratio> {
   }
 };
 
-// A block of elements is loaded and stored by neighbouring threads together.
+// Numbers in blocks. Neighbouring threads load and store the elements of a block together.
 template <typename Code>
 struct Numbers<Blockwise<Code>> {
   static constexpr int kPointers = 2;
@@ -277,8 +277,8 @@ struct Numbers<Blockwise<Code>> {
     __device__ uint32_t unit(int i) const { return unit_below(bits_of(root(i))); }
     __device__ float load(int i) const { return Code::number(root(i)); }
 
-    // Before the first of these moments is stored: all threads that have the block come here.
-    // `rounding_of` gives that of each.
+    // Chooses the unit of a block of 32 elements, before any of them is stored. All threads that
+    // hold a part of it must call this. rounding_of(i) returns the rounding of moment i.
     template <typename RoundingOf>
     __device__ void choose_unit(const float (&moments)[kCount], const RoundingOf& rounding_of) {
       constexpr int kThreads = kBlockSize / kCount;
@@ -291,7 +291,7 @@ struct Numbers<Blockwise<Code>> {
       }
       const unsigned first = threadIdx.x % warpSize / kThreads * kThreads;
       const unsigned mask = (0xffffffffu >> (32 - kThreads)) << first;
-      // All have loaded the exponent before one stores the next: shuffles order no memory.
+      // All threads must load the old exponent before one stores a new one; shuffles order nothing.
       __syncwarp(mask);
 #pragma unroll
       for (int distance = kThreads / 2; distance > 0; distance /= 2) {

@@ -1,5 +1,5 @@
-// For how many blocks of a step a multiprocessor is to have registers: so many that no kernel
-// spills any.
+// The number of blocks of a step kernel for which a multiprocessor must have registers (the second
+// argument of __launch_bounds__). It is low enough that no kernel spills.
 #pragma once
 
 #include <type_traits>
@@ -9,11 +9,11 @@
 
 namespace amp_ext::cuda {
 
-// How many registers a formula takes beside the numbers that it works on.
-// scripts/compile_kernels.sh says whether there are enough.
+// The registers that a formula needs besides the numbers that it works on.
+// scripts/compile_kernels.sh says whether a kernel has enough.
 enum class Weight { kUnknown, kLeast, kLight, kMedium, kHeavy };
 
-// The weight of a functor with its first buffers.
+// The weight of a functor with its first kBuffers buffers.
 template <template <typename> class Functor, int kBuffers>
 inline constexpr Weight kWeight = Weight::kUnknown;
 template <>
@@ -27,8 +27,8 @@ inline constexpr Weight kWeight<Adam, 2> = Weight::kMedium;
 template <>
 inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
 
-// Packs of 8 elements and what is converted or dithered take many registers, and more of them in
-// the code for sm_100. `architecture` is 900 for sm_90.
+// Returns the number of blocks for the general kernel. Packs of 8 elements, conversions and
+// dithering need many registers, and more of them on sm_100. `architecture` is 900 for sm_90.
 template <template <typename> class Functor, typename Streams>
 constexpr int blocks_on(int architecture) {
   using NumberFormats = typename Streams::NumberFormats;
@@ -62,13 +62,13 @@ constexpr int blocks_on(int architecture) {
   return kFormula == Weight::kMedium && Param::kMaster == Master::kFloat32 ? 4 : 3;
 }
 
-// The threads of a block of the fast path.
+// Returns the number of threads in a block of the fast path.
 template <typename Streams>
 constexpr int fast_threads() {
   return sizeof(typename Streams::NumberFormats::Param::Stored) == 2 ? kThreads / 2 : kThreads;
 }
 
-// For how many blocks of the fast path there are to be registers.
+// Returns the number of blocks for the fast path.
 template <template <typename> class Functor, typename Streams>
 constexpr int fast_blocks_on(int architecture) {
   constexpr bool kTakesMore =

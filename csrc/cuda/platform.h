@@ -35,7 +35,7 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStrea
   return static_cast<int>(cudaGetLastError());
 }
 
-// The processor's own conversions of 16-bit numbers; rounding to nearest even.
+// Conversions of 16-bit numbers by the GPU's instructions; rounding is to nearest even.
 __device__ __forceinline__ float load_as_float(Half value) {
   return __half2float(__ushort_as_half(value.bits));
 }
@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// Asks for the line of memory of the element kAhead behind this one, if it is `there`; nothing
-// waits for it. Not a branch, behind which the threads of a warp would have to meet again.
+// Prefetches the cache line of the element kAhead after this one, if `there`, without waiting. Uses
+// a predicate and no branch, because the threads of a warp would have to reconverge after a branch.
 template <int kAhead, typename Storage>
 __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element,
                                          [[maybe_unused]] bool there) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element
 #endif
 }
 
-// Four bytes of two words: each of the lower four digits of `selector` names a byte, those of
-// `first` by 0 to 3, of `second` by 4 to 7, and 8 more stand for its sign in all eight bits.
+// Returns four bytes of two words. Each of the lower four hex digits of `selector` names a byte: 0
+// to 3 in `first`, 4 to 7 in `second`. Adding 8 to a digit replaces the byte by copies of its sign.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second,
                                                  uint32_t selector) {
 #if defined(AMP_EXT_CUDA_EMULATOR)
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second
 #endif
 }
 
-// Two numbers, rounded to nearest even, the first in the lower half of the word.
+// Rounds two numbers to bfloat16, to nearest even. The first is in the lower half of the result.
 __device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
 #if defined(AMP_EXT_CUDA_EMULATOR)
   BFloat16 pair[2];
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
 #endif
 }
 
-// The approximations of elements/fast_division.h, within a unit in the last place or two.
+// The approximations for elements/fast_division.h. They err by one or two units in the last place.
 struct Seeds {
   static __device__ __forceinline__ float inverse_root(float value) {
 #if defined(AMP_EXT_CUDA_EMULATOR)

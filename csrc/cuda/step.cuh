@@ -21,10 +21,10 @@ namespace amp_ext::cuda {
 // Groups of hyperparameters in one launch.
 inline constexpr int kMaxGroups = 16;
 
-// Which numbers of a tensor are dithered, as far as a loop of a kernel knows.
+// The numbers of a tensor that a loop dithers: none, those that `dithered` names, or all.
 enum class Dithers { kNone, kSome, kAll };
 
-// The numbers of one tensor.
+// The arrays of one tensor: gradient, parameter, master weight and buffers.
 template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
 struct Streams;
 template <typename FormatsOfKernel, int... index>
@@ -38,25 +38,26 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   static constexpr int kPointers =
       ((Grad::kPointers + Param::kPointers) + ... + Buffer<index>::kPointers);
 
-  // Elements that fill 16 bytes of the narrowest array.
+  // Number of elements that fill 16 bytes of the array with the smallest elements.
   static constexpr int kPackSize =
       16 / std::min({Grad::kLeastBytes, Param::kLeastBytes, Buffer<index>::kLeastBytes...});
 
   static constexpr bool kHasLowPrecisionBuffers = (Buffer<index>::kMayDither || ...);
 
-  // What is converted or dithered computes enough for the constants of a tensor to count: they are
-  // made once for a larger tile. On an H100 tiles of 2048 then take up to 1.4 times as long. In
-  // others a thread has two packs: with one alone a step of many elements takes 1.09 times as long
-  // on an H200, and .99 on an H100, whose memory is slower.
+  // With low-precision buffers a step computes so much that the constants of a tensor matter, which
+  // each tile computes once: on an H100, tiles of 2048 take up to 1.4 times as long. Otherwise a
+  // thread has at least two packs: with one, a step of many elements takes 1.09 times as long on an
+  // H200, and 0.99 on an H100, whose memory is slower.
   static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
-  // Whether a buffer may be dithered.
+  // True if a buffer may be dithered.
   template <int buffer>
   static constexpr bool kDithers =
       Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
-  // Two loops: with codes, all numbers are usually dithered that may be, which needs no questions.
+  // Compiles two loops. 8-bit kernels usually dither every number that can be, so their usual loop
+  // omits the test for each number.
   static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
   static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
@@ -69,8 +70,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   Grad grad;
   Param param;
   Entries<Buffer<index>...> buffers;
-  int64_t global_offset;  // in the whole tensor
-  int32_t dithered;       // as in the record
+  int64_t global_offset;  // index of the first element in the unsharded tensor
+  int32_t dithered;       // KernelTensorArgs::dithered
 
   template <typename Table>
   static void add(Table& table, const KernelTensorArgs& args, int32_t group) {
@@ -100,8 +101,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return streams;
   }
 
-  // Where packs can start in [begin, end): at the next 16-byte boundary of all streams, or nowhere.
-  // `begin` is that of a block of elements: without packs a warp has one.
+  // Returns the first index in [begin, end) at which packs can start, a 16-byte boundary of all
+  // streams, or `end` if there is none. Blockwise formats need packs from `begin` on, the start of
+  // a block; without packs, the 32 threads of a warp share a block of 32 elements.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
     const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
@@ -110,7 +112,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return aligned ? first : end;
   }
 
-  // Some neighbouring elements of all streams.
+  // Consecutive elements of all streams.
   template <int kCount>
   struct Values {
     typename Grad::template Values<kCount> grad;
@@ -118,8 +120,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     Entries<typename Buffer<index>::template Values<kCount>...> buffers;
   };
 
-  // Updates kPacks times kCount elements, each time `stride` behind. All are loaded before the
-  // first is used.
+  // Updates kPacks packs of kCount elements that start `stride` elements apart. Loads all packs
+  // before it uses the first.
   template <int kCount, int kPacks, Dithers kWhich, typename Constants>
   __device__ void update(const Constants& constants, int64_t first, int stride) const {
     Values<kCount> values[kPacks];
@@ -132,7 +134,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   }
 
  private:
-  // The number of the first pointer of a buffer in a table.
+  // Returns the index of a buffer's first column in the table of pointers.
   static constexpr int first_pointer_of(int buffer) {
     constexpr int kCounts[] = {Buffer<index>::kPointers..., 0};
     int first = Grad::kPointers + Param::kPointers;
@@ -190,7 +192,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     (entry<index>(buffers).store(entry<index>(values.buffers), first), ...);
   }
 
-  // What dithers the numbers of one element at one step.
+  // The dithering of one element at one step.
   template <Dithers kWhich>
   struct WordsOfElement {
     uint32_t phase;
@@ -211,8 +213,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       }
     }
   };
-  // Of neighbours, up to eight. What eight places share is taken once beside codes; in the other
-  // kernels, of more numbers at a time, the phases would take registers that there are not.
+  // The dithering of up to eight consecutive elements. 8-bit kernels compute only once the hash
+  // that eight elements share. Other kernels work on more elements and lack registers for the
+  // phases.
   static constexpr bool kShares = NumberFormats::kHasCodes;
   template <Dithers kWhich, int kCount>
   struct Words {
@@ -237,7 +240,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) words.phases[i] = phase + i * kPhaseStride;
       const int before = 8 - static_cast<int>(words.place % 8);
-      if (before < kCount) {  // the others share another hash
+      if (before < kCount) {  // the elements from `before` on have the next hash
         const uint32_t change = dither_phase(words.place + 8) - 8 * kPhaseStride - phase;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) words.phases[i] += i < before ? 0 : change;
@@ -266,7 +269,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Ratios are to the second moment as it has been stored.
+  // Stores the buffers of one element. Ratios come last: they refer to the rounded second moment.
   template <int kCount, typename Words>
   __device__ void store_elements(Values<kCount>& values,
                                  const T (&elements)[NumberFormats::kPlaces], int i,
@@ -290,21 +293,22 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   }
 };
 
-// What is compiled for: 900 for sm_90; 0 where the host is.
+// Architecture that is compiled for: 900 for sm_90, and 0 in host code.
 #if defined(__CUDA_ARCH__)
 inline constexpr int kArchitecture = __CUDA_ARCH__;
 #else
 inline constexpr int kArchitecture = 0;
 #endif
 
-// A name of its own, because the shape itself is another for the host than for sm_100.
+// A type of its own, not an alias: kernels are templates of it, and an alias would name another
+// type in host code than on sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
-// Smaller blocks, which ask for lines ahead, keep more of the memory busy while others compute;
-// with fewer bytes for each element a tile has more of them. float32 parameters beside codes took 8
-// % more time so on an H200.
+// Blocks of 128 threads that prefetch keep more of the memory busy while other blocks compute, and
+// formats with fewer bytes per element have larger tiles. float32 parameters have 256 threads,
+// because 128 took 8 % longer with 8-bit states on an H200.
 template <template <typename> class Functor, typename Streams>
 struct FastShape : Shape<fast_threads<Streams>(), Streams::NumberFormats::kHasCodes ? 8192 : 4096,
                          fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
@@ -318,15 +322,16 @@ struct StepArguments {
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
-  bool ends_guarded;  // the last launch of a step
+  bool ends_guarded;  // true in the last launch of a guarded step
   GradientInputs inputs;
-  float* grad_norm;         // [1], written with the norm, or null
-  float* step_applied;      // [1], written with 1 or 0, or null
-  uint32_t* block_counter;  // null: no tensor has a step, and nothing ends
+  float* grad_norm;         // [1], receives the norm; or null
+  float* step_applied;      // [1], receives 1 or 0; or null
+  uint32_t* block_counter;  // null if the kernel has no step to count and no guard to update
 };
 
-// Updates the elements [begin, end) of a tensor by the fast path, and one by one those that are
-// unusual or stand behind the last 32 that are whole. Each warp has packs of its own.
+// Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
+// general code updates, one by one, the elements of packs with unusual numbers and the up to 31
+// elements that remain after a multiple of 32.
 template <typename Functor, typename Shape, typename Streams, typename Constants>
 __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
                                                     const Constants& constants, uint32_t place_bits,
@@ -340,7 +345,7 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
   const auto first = static_cast<int32_t>(threadIdx.x / 32) * kOfWarp;
   const auto count = static_cast<int32_t>(end - begin);
   const int32_t whole = count / 32 * 32;
-  uint32_t left = 0;  // a bit for each pack of a thread
+  uint32_t left = 0;  // one bit for each pack of this thread that still needs an update
 #pragma unroll 1
   for (int32_t i = first; i < whole; i += kStride) {
     const int32_t own = i + lane * Path::kCount;
@@ -354,7 +359,7 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
     }
   }
   if constexpr (Path::kDivides) {
-    // Updates that are subnormal, as of pruned weights: the same with another division.
+    // Retry with exact division, which also handles subnormal updates, such as of pruned weights.
 #pragma unroll 1
     for (int32_t i = first; left != 0 && i < whole; i += kStride) {
       if ((left >> i / kStride & 1) == 0) continue;
@@ -377,17 +382,17 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
   }
 }
 
-// What one thread of a block finds out for all.
+// Values that thread 0 computes for its block.
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // Bits for the fast path, read at run time: known at compile time, they would take the place of
-  // another constant in its instructions.
+  // RatioCode::kPlaceBits, read at run time. A compiler that knew it would encode it in
+  // instructions whose only room for a constant is needed for another one.
   uint32_t place_bits;
   bool skip;
 };
 
-// Not a part of every kernel.
+// Not inlined, to keep this code out of each kernel.
 static __device__ __attribute__((noinline)) void end_guarded_step(const GradientInputs& inputs) {
   StepDecision::end_guarded_step(inputs);
 }
@@ -401,7 +406,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const auto tile = static_cast<int32_t>(blockIdx.x);
   const int tensor = table.tensor_of(tile);
   if (threadIdx.x == 0) {
-    // All that is on the device is under way before the first of it is used.
+    // Issue all loads from device memory before using the first result.
     const auto& group = arguments.groups[table.group[tensor]];
     const double step = Constants::read_step(group, table.step[tensor]);
     const double lr = Constants::read_lr(group);
@@ -421,13 +426,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // (An addition would be made for the warp, and the answer waited for here: it is looked at when
-    // the work is done.)
+    // (atomicAdd would be combined over the warp and waited for here. The result of atomicInc is
+    // needed only after the update.)
     blocks_before = count_block(arguments.block_counter);
   }
 
   const Streams streams = Streams::at(table, tensor);
-  const Constants& constants = block.constants;  // a copy of it would be spilled
+  const Constants& constants = block.constants;  // a copy would be spilled
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);
   [[maybe_unused]] const auto update_all = [&](auto dithers) {
@@ -459,8 +464,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
-// Steps the records that have these kinds of numbers, by the fast path or those that are left.
-// Returns an error code; `had` becomes the number of records with these kinds.
+// Steps the tensors that have these number formats: with kFast those that the fast path supports,
+// else those not launched yet. Returns an error code. Adds the number of tensors with these formats
+// to `had`, and the number of stepped ones to `launched`.
 template <typename Functor, typename Streams, typename Shape, bool kFast>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched, int64_t& had) {
@@ -469,8 +475,8 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
-  int64_t in_table[decltype(arguments.table)::kCapacity];  // the indices of its records
-  int32_t tile_size = 0;                                   // chosen when there is a record to step
+  int64_t in_table[decltype(arguments.table)::kCapacity];  // index of each tensor in all_args
+  int32_t tile_size = 0;                                   // 0 until a tensor is to be stepped
   const auto clear = [&] {
     arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;
@@ -505,7 +511,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       continue;
     }
     if (tile_size == 0) {
-      int64_t elements = 0;  // of other kinds too, which are rarely there
+      int64_t elements = 0;  // includes other formats, which are rare
       for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.all_args[k].numel;
       tile_size = Shape::tile_size_of(elements);
       clear();
@@ -526,7 +532,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   return arguments.table.count > 0 ? flush() : 0;
 }
 
-// Steps the records that have the dtypes of one combination.
+// Steps the tensors that have the number formats of one combination.
 template <template <typename> class Functor, int kBuffers, typename Combination>
 int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
                      int64_t& launched) {
@@ -562,7 +568,7 @@ int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t*
   return error;
 }
 
-// Steps the records that have one of these combinations and adds their number to `launched`.
+// Steps the tensors that have one of these combinations, and adds their number to `launched`.
 template <typename All>
 int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
              int64_t& launched) {

@@ -1,5 +1,4 @@
-// The step kernels of bfloat16 parameters with moments in 8 bits. The sources of steps compile side
-// by side.
+// The step kernels of bfloat16 parameters with 8-bit moments.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

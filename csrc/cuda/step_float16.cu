@@ -1,5 +1,4 @@
-// The step kernels of float16 parameters with float32 buffers. The sources of steps compile side by
-// side.
+// The step kernels of float16 parameters with float32 buffers.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

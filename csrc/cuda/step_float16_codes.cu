@@ -1,5 +1,4 @@
-// The step kernels of float16 parameters with moments in 8 bits, and with float16 buffers. The
-// sources of steps compile side by side.
+// The step kernels of float16 parameters with 8-bit moments or float16 buffers.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

@@ -1,4 +1,4 @@
-// The step kernels of float32 parameters. The sources of steps compile side by side.
+// The step kernels of float32 parameters. The kernels have several sources, for parallel builds.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

@@ -1,4 +1,4 @@
-// The step kernels of float64 parameters. The sources of steps compile side by side.
+// The step kernels of float64 parameters.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

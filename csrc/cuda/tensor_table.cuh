@@ -1,4 +1,4 @@
-// The tensors of one launch as arguments of a kernel, and how its blocks share them out.
+// The tensors of one launch as arguments of a kernel, and how the blocks divide them.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +9,18 @@
 
 namespace amp_ext::cuda {
 
-// How a kernel shares out its work.
+// How a kernel divides its work.
 template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce,
           int kElementsOfSmallTile = kElementsOfTile>
 struct Shape {
   static constexpr int kThreads = kThreadsOfBlock;
-  static constexpr int kTileSize = kElementsOfTile;  // what a block works on
-  static constexpr int kBlocks = kBlocksAtOnce;      // that a multiprocessor has registers for
-  static constexpr int kPacks = kPacksAtOnce;        // that a thread loads before it uses one
+  static constexpr int kTileSize = kElementsOfTile;  // elements of a block
+  static constexpr int kBlocks = kBlocksAtOnce;      // per multiprocessor, with registers for all
+  static constexpr int kPacks = kPacksAtOnce;        // packs that a thread loads before it uses one
 
-  // What a block works on in a launch of so many elements: with less than one tile for each block
-  // that a large GPU (132 multiprocessors) runs at once, smaller tiles keep more of it busy.
+  // Returns the number of elements of a block in a launch of so many elements. Smaller tiles keep
+  // more of a large GPU (132 multiprocessors) busy if there is less than one tile for each block
+  // that it runs at once.
   static constexpr int32_t tile_size_of(int64_t elements) {
     return elements < int64_t{132} * kBlocks * kTileSize ? kElementsOfSmallTile : kTileSize;
   }
@@ -27,10 +28,10 @@ struct Shape {
 
 inline constexpr int kThreads = 256;
 
-// Bytes of a kernel's arguments, which drivers take from CUDA 12.1 on.
+// Bytes of arguments that a kernel may have from CUDA 12.1 on.
 inline constexpr int kArgumentBytes = 32764;
 
-// What a table of tensors whose numbers may be dithered says of each.
+// The columns of a TensorTable that only kernels with dithering need.
 template <bool kMayDither, int kCapacity>
 struct DitherColumns {
   static constexpr int kBytesPerTensor = sizeof(int64_t) + sizeof(int32_t);
@@ -46,10 +47,10 @@ struct DitherColumns {
 template <int kCapacity>
 struct DitherColumns<false, kCapacity> {
   static constexpr int kBytesPerTensor = 0;
-  void add(int /*index*/, const KernelTensorArgs& /*record*/) {}
+  void add(int /*index*/, const KernelTensorArgs& /*args*/) {}
 };
 
-// As many tensors of `kPointers` pointers each as fit into `kBytes`, cut into tiles.
+// Up to kCapacity tensors, cut into tiles: as many with `kPointers` pointers as fit into `kBytes`.
 template <int kPointers, int kBytes, bool kMayDither = false>
 struct TensorTable {
   static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
@@ -61,12 +62,12 @@ struct TensorTable {
   void* pointers[kPointers][kCapacity];
   float* step[kCapacity];
   int64_t numel[kCapacity];
-  int32_t first_tile[kCapacity];  // the number of its first tile
+  int32_t first_tile[kCapacity];  // index of the tensor's first tile
   int32_t group[kCapacity];
   DitherColumns<kMayDither, kCapacity> dither;
   int32_t count;
   int32_t tiles;
-  int32_t tile_size;  // elements
+  int32_t tile_size;  // elements per tile
 
   void clear(int32_t elements_of_tile) {
     count = 0;
@@ -76,7 +77,7 @@ struct TensorTable {
 
   bool is_full() const { return count == kCapacity; }
 
-  // Adds a tensor; its pointers are for the caller to fill in.
+  // Adds a tensor and returns its index. The caller fills in its pointers.
   int add(const KernelTensorArgs& args, int32_t record_group) {
     const int index = count++;
     step[index] = args.step;
@@ -88,14 +89,15 @@ struct TensorTable {
     return index;
   }
 
-  // One for each tile, and one at least: a block advances the steps of tensors without elements.
+  // Returns the number of blocks: one for each tile, but at least one, because a block has to
+  // advance the steps of tensors without elements.
   int64_t blocks() const { return std::max(tiles, 1); }
 
   AMP_EXT_INLINE int64_t tiles_of(int tensor) const {
     return (numel[tensor] + tile_size - 1) / tile_size;
   }
 
-  // The elements of its tensor that a tile has: [begin, end).
+  // Return the range [begin, end) of elements in its tensor that a tile covers.
   __device__ int64_t begin_of(int32_t tile, int tensor) const {
     return static_cast<int64_t>(tile - first_tile[tensor]) * tile_size;
   }
@@ -103,7 +105,7 @@ struct TensorTable {
     return min(begin + tile_size, numel[tensor]);
   }
 
-  // The tensor whose tile this block has: the last that starts at or before it.
+  // Returns the tensor of a tile: the last one whose first tile is not after it.
   __device__ int tensor_of(int32_t tile) const {
     int low = 0;
     int high = count;
@@ -119,7 +121,7 @@ struct TensorTable {
   }
 };
 
-// Some neighbouring elements, moved in accesses of up to 16 bytes.
+// Consecutive elements that are moved in accesses of up to 16 bytes.
 template <typename Storage, int kCount>
 struct alignas(kCount * sizeof(Storage) < 16 ? kCount * sizeof(Storage) : 16) Pack {
   Storage values[kCount];
@@ -130,7 +132,7 @@ __device__ __forceinline__ Pack<Storage, kCount>& pack_at(Storage* elements, int
   return *reinterpret_cast<Pack<Storage, kCount>*>(elements + index);
 }
 
-// Elements from `first` on until a 16-byte boundary.
+// Returns the number of elements from `first` to the next 16-byte boundary.
 template <typename Storage>
 __device__ __forceinline__ int64_t elements_to_boundary(const Storage* first) {
   const auto address = reinterpret_cast<uintptr_t>(first);
@@ -143,10 +145,9 @@ __device__ __forceinline__ bool is_at_boundary(const Storage* first) {
 }
 
 // Walks [begin, end) with all threads of a block: single elements up to `aligned`, then packs, then
-// the single elements left over. visit(index, count, packs) has the elements of a pack, and how
-// many of them it gets at once, as integral constants; each is kThreads packs behind the one
-// before. Loops are left as they are written: unrolled, those over single elements would be most of
-// a kernel.
+// the single elements left over. visit(index, count, packs) receives the elements per pack and the
+// number of packs as integral constants; the packs of a call are kThreads packs apart. Loops are
+// not unrolled, because loops over single elements would then be most of a kernel.
 template <typename Shape, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, int64_t end,
                                               const Visit& visit) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, in
   for (i = packs_end + threadIdx.x; i < end; i += Shape::kThreads) visit(i, One(), One());
 }
 
-// An element in the type it is computed in, and back.
+// Convert an element to the type of the computation and back.
 __device__ __forceinline__ float load(float value) { return value; }
 __device__ __forceinline__ double load(double value) { return value; }
 __device__ __forceinline__ float load(Half value) { return load_as_float(value); }
@@ -183,8 +184,8 @@ __device__ __forceinline__ void store(T value, T& stored) {
 __device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
-// Counts the blocks of a launch that have read all that others may write. Returns how many were
-// before this one: whoever comes last knows that every block has read.
+// Counts the blocks of a launch that have read everything that others may write, and returns how
+// many there were before this one. The last block to call this knows that all have read.
 __device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
   __threadfence();
   return atomicInc(block_counter, gridDim.x - 1);

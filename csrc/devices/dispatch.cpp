@@ -1,4 +1,4 @@
-// The engine of each device, and the launches that the CPU's runs in torch's threads.
+// Selects the engine of a device, and runs CPU launches in torch's threads.
 #include "devices/dispatch.h"
 
 #include <ATen/Parallel.h>

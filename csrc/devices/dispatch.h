@@ -1,4 +1,5 @@
-// Runs launches on the engine of a device. Here are threads; streams are in dispatch_cuda.cpp.
+// Runs launches on the engine of a device: on the CPU in torch's threads, on a GPU in torch's
+// current stream (dispatch_cuda.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,59 +15,59 @@
 
 namespace amp_ext {
 
-// Device memory that step kernels need, kept by the caller so that two optimizers on two streams
-// never share it. Empty on the CPU.
+// Device memory that step kernels need; empty on the CPU. Every optimizer has its own, so that two
+// optimizers on two streams never share it.
 class StepScratch {
  public:
-  // Takes the memory that kernels on this device need: a launch then takes none.
+  // Allocates the memory for this device, so that a launch allocates none.
   void make_room(const at::Device& device);
 
-  // One counter on `device`, zero between launches.
+  // Returns a counter on `device`, which is zero between launches.
   uint32_t* block_counter(const at::Device& device);
 
  private:
   std::unordered_map<at::Device, at::Tensor> counters_;
 };
 
-// Whether kernels work on the memory of this device, which the host then never reads. In the build
-// for tests that runs them on the CPU (AMP_EXT_CUDA_EMULATOR), they work on CPU tensors.
+// True if the CUDA engine works on the memory of this device; the host then never reads it. In the
+// test build that emulates CUDA (AMP_EXT_CUDA_EMULATOR), the CUDA engine works on CPU tensors.
 bool uses_cuda_engine(const at::Device& device);
 
 // Throws unless an engine for this device was built and its driver can run it.
 void check_device(const std::string& operation, const std::string& name, const at::Device& device);
 
-// Whether the host can tell without waiting that the step does nothing.
+// True if the host can tell without waiting that the step will be skipped.
 bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs);
 
-// What runs launches on one type of device.
+// The launches of one type of device.
 class DeviceEngine {
  public:
   virtual ~DeviceEngine() = default;
 
-  // Where this throws, the records whose is_launched is set are stepped, and the others are not.
+  // If an exception is thrown, exactly the tensors whose is_launched is set have been stepped.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
-  // Lets the guard of a step count its norm, after all launches that read it.
+  // Updates the norm guard of a step, after all launches that read the guard.
   virtual void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const = 0;
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-  // be null) as in a look, for the gradients before and for the factor. is_launched[records.size()]
-  // as in a step.
+  // be null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN.
+  // is_launched[all_args.size()] is set as in `step`.
   virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                         bool* is_launched) const = 0;
-  // Adds the number of infs and NaNs of each gradient to counts[records.size()].
+  // Adds the number of infs and NaNs of each gradient to counts[all_args.size()].
   virtual void count_nonfinite(const at::Device& device,
                                const std::vector<KernelTensorArgs>& all_args,
                                int64_t* counts) const = 0;
-  // Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
-  // nearest. An engine that computes them by instructions of IEEE 754 has none.
+  // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are not
+  // rounded to nearest. Adds nothing on engines that compute them by IEEE 754 instructions.
   virtual void count_division_errors(const at::Device& /*device*/, int64_t /*stride*/,
                                      int64_t* /*wrong*/) const {}
   virtual void average(const at::Device& device, const AverageLaunch& launch,
                        StepScratch& scratch) const = 0;
-  // The scale backs off if one of the flags, of any number, is not 0.
+  // Updates the loss scale. It backs off if any flag is not 0; there may be any number of flags.
   virtual void update_scale(const at::Device& device, const ScaleUpdate& update,
                             const std::vector<OverflowFlag>& flags) const = 0;
 };
@@ -79,7 +80,7 @@ const DeviceEngine& cuda_engine();
 void check_driver(const std::string& operation);
 #endif
 
-// The instruction set of the CPU engine: "plain", "avx2" or "avx512".
+// Returns the instruction set of the CPU engine: "plain", "avx2" or "avx512".
 AMP_EXT_API const char* cpu_isa();
 
 }  // namespace amp_ext

@@ -1,4 +1,4 @@
-// Launches of the CUDA engine: on torch's current stream, with memory of torch's allocator.
+// The launches of the CUDA engine: on torch's current stream, with memory of torch's allocator.
 #if defined(AMP_EXT_WITH_CUDA)
 
 #include <ATen/ops/empty.h>
@@ -28,7 +28,7 @@ struct DeviceGuard {
 
 cudaStream_t current_stream(const at::Device&) { return nullptr; }
 
-// As C10_CUDA_CHECK does.
+// Throws the same exception as C10_CUDA_CHECK.
 void check_launch(int error) {
   if (error == cudaSuccess) return;
   throw c10::AcceleratorError(
@@ -48,14 +48,14 @@ void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); 
 
 #endif
 
-// Calls launch(stream) on the device and checks the error that it returns.
+// Calls launch(stream) on the device and checks the error code that it returns.
 template <typename Launch>
 void on_stream(const at::Device& device, const Launch& launch) {
   const DeviceGuard guard(device);
   check_launch(launch(current_stream(device)));
 }
 
-// Whether steps may take the fast path, by the environment when the first step is taken.
+// True if steps may take the fast path. Reads AMP_EXT_CUDA_FAST_PATH once, at the first step.
 bool may_take_fast_path() {
   static const bool allowed = [] {
     const char* const value = std::getenv("AMP_EXT_CUDA_FAST_PATH");
@@ -87,7 +87,8 @@ class CudaEngine : public DeviceEngine {
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {
       if (launch.sum_of_squares == nullptr) return cuda::scan(launch, {}, stream);
-      // Freed before the kernels run, in the order of the stream.
+      // tile_sums may be freed before the kernels have run: torch's allocator reuses memory in
+      // stream order.
       const int64_t tiles = cuda::number_of_tiles(launch.all_args, launch.count);
       const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
       cuda::SumScratch sums{tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)};

@@ -1,4 +1,5 @@
-// Compares the versions of torch's C interface, which are whole numbers: major, minor, patch, ...
+// Compares versions of torch's C interface. A version is an integer with the major release in its
+// highest byte, then the minor release, the patch and so on.
 #include "devices/torch_version.h"
 
 #include <c10/util/Exception.h>
