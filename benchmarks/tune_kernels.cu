@@ -19,7 +19,7 @@
 
 namespace amp_ext::cuda {
 
-// Threads, elements of a tile, blocks, packs. Gradient scans have twice as many blocks.
+// The shapes: threads, elements per tile, blocks, packs. Gradient scans have twice as many blocks.
 #define AMP_EXT_FOR_EACH_SHAPE(X) \
   X(256, 2048, 4, 1)              \
   X(256, 2048, 3, 1)              \
@@ -80,7 +80,7 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// Device memory of the kernels other than the tensors.
+// Device memory that the kernels need besides the tensors.
 struct Scratch {
   explicit Scratch(int64_t tiles, int64_t tensors)
       : steps(tensors * sizeof(float)), tile_sums(tiles * sizeof(double)) {}
@@ -260,7 +260,7 @@ struct Kernel {
   const char* place;  // where the constants are defined
   const int (&bytes)[5];
   int moved;
-  int present;  // index of the current shape, which steps few elements in smaller tiles
+  int present;  // index of the current shape in `variants`; few elements run in smaller tiles
   std::vector<Variant> variants;
 };
 

@@ -1,5 +1,6 @@
-// The kernels of one instruction set, AMP_EXT_ISA. Each engine_*.cpp includes this file after the
-// standard headers and after choosing its instructions. So the order below matters.
+// The kernels of one instruction set, AMP_EXT_ISA. Each engine_*.cpp includes this file once, after
+// the standard headers and after choosing its instructions. So the order below matters, and there
+// is no include guard.
 #include "cpu/number.h"
 // After cpu/number.h, because the functors use its vectors:
 #include "cpu/engine.h"

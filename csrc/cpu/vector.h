@@ -171,7 +171,7 @@ AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type val
 }
 
 #if AMP_EXT_VECTOR_X86 == 64
-// Takes maxima of pairs of lanes in `a` and in `b`. The result alternates between both.
+// Returns the maxima of pairs of lanes of `a` and of `b`, in turns.
 AMP_EXT_INLINE __m512i fold_lanes(__m512i a, __m512i b) {
   return _mm512_maskz_max_epi32(0xffff, _mm512_maskz_unpacklo_epi32(0xffff, a, b),
                                 _mm512_maskz_unpackhi_epi32(0xffff, a, b));
@@ -304,9 +304,9 @@ AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> first, Vector<
 using FourVectors = Vector<uint32_t>[4];
 
 #if AMP_EXT_VECTOR_X86 == 64
-// Pack four vectors of 32-bit lanes into one of bytes. The instructions work within 128-bit parts,
-// so store_packed restores the order. packed_signs keeps each lane's sign in the upper bit of its
-// byte.
+// Pack four vectors of 32-bit lanes into one vector of bytes. The instructions work within 128-bit
+// parts, so store_packed restores the order. packed_signs keeps each lane's sign as the upper bit
+// of its byte.
 AMP_EXT_INLINE __m512i packed_bytes(const FourVectors& v) {
   return _mm512_packus_epi16(_mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]),
                              _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]));
@@ -352,8 +352,8 @@ AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values) {
   for (int k = 0; k < 4; ++k) store_low_bits(to + k * kLanes<uint32_t>, values[k]);
 #endif
 }
-// Stores a byte for each lane of four vectors: the low 7 bits of `values`, and the sign of `signs`
-// in the upper bit.
+// Stores a byte for each lane of four vectors: the low 7 bits of `values`, with the sign bit of
+// `signs` above them.
 AMP_EXT_INLINE void store_low_bytes(uint8_t* to, const FourVectors& values,
                                     const FourVectors& signs) {
 #if AMP_EXT_VECTOR_X86 != 0

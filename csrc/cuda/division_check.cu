@@ -1,5 +1,5 @@
-// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU.
-// They start from approximations whose results no standard specifies.
+// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU. No
+// standard specifies the approximations from which the GPU computes them.
 #include <algorithm>
 #include <cmath>
 

@@ -33,12 +33,12 @@ struct SumScratch {
 // Returns the number of tiles of all gradients together.
 int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count);
 
-// Scans gradients with one launch for each dtype. Sums are taken in a fixed order.
+// Scans gradients with at least one launch for each dtype. Sums are taken in a fixed order.
 int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t stream);
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
-// null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN. Each
-// launch (one for each dtype) sets is_launched[count], all false before, for its gradients.
+// null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN. There
+// is at least one launch for each dtype. Each sets is_launched[i], false before, for its gradients.
 int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ float bfloat16_at(const Pack<uint32_t, kWords>& words
 __device__ __forceinline__ uint32_t upper_halves(uint32_t first, uint32_t second) {
   return select_bytes(first, second, 0x7632);
 }
-// Returns byte kByte of each of four words.
+// Returns byte kByte of each of four words, packed into one word.
 template <int kByte>
 __device__ __forceinline__ uint32_t bytes_of(const uint32_t* words) {
   constexpr uint32_t kOfTwo = kByte | ((kByte + 4) << 4);

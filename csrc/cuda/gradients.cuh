@@ -60,8 +60,7 @@ struct GradientTile {
   }
 
   // Calls visit(pack, in_place) for all elements, a pack at a time: a copy of the elements, and a
-  // reference to them in memory. Without copies the compiler would load and compare single
-  // elements.
+  // reference to them in memory. Without copies the compiler would load single elements.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
     for_each_pack<Shape, kPackSize<Storage>>(
@@ -173,7 +172,7 @@ __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile
     }
   }
   const int64_t tiles = table.tiles_of(tile.tensor);
-  if (tiles == 0) return;  // all threads of the block have the same value
+  if (tiles == 0) return;  // all tensors of the launch are empty
   bool is_last = false;
   if (threadIdx.x == 0) {
     const auto last = static_cast<unsigned>(tiles - 1);
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   const GradientTile<Storage, Shape> tile(arguments.table);
   double sum = 0.0;
-  bool is_usual = false;  // the same value in all threads
+  bool is_usual = false;  // all threads of the block have the same value
   if constexpr (kSumSquares) {
     sum = careful_sum_of_squares(tile);
     // A finite sum proves that there is no inf or NaN. An infinite sum does not prove one: squares

@@ -11,7 +11,7 @@ namespace amp_ext::cuda {
 
 // How an element is rounded to 16 or 8 bits.
 struct Rounding {
-  bool dithers = false;  // false: to nearest
+  bool dithers = false;  // false: round to nearest
   uint32_t word = 0;
 };
 
@@ -30,7 +30,7 @@ struct Numbers;
 template <typename Storage>
 struct Numbers<Plain<Storage>> {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(Storage);  // bytes of an element; packs have 16 bytes
+  static constexpr int kLeastBytes = sizeof(Storage);  // a pack has 16 / kLeastBytes elements
   static constexpr bool kMayDither = sizeof(Storage) == 2;
 
   Storage* elements;

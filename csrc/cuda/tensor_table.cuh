@@ -18,7 +18,7 @@ struct Shape {
   static constexpr int kBlocks = kBlocksAtOnce;      // per multiprocessor, with registers for all
   static constexpr int kPacks = kPacksAtOnce;        // packs that a thread loads before it uses one
 
-  // Returns the number of elements of a block in a launch of so many elements. Smaller tiles keep
+  // Returns the number of elements per block in a launch of `elements` in total. Smaller tiles keep
   // more of a large GPU (132 multiprocessors) busy if there is less than one tile for each block
   // that it runs at once.
   static constexpr int32_t tile_size_of(int64_t elements) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void store(T value, T& stored) {
 __device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
-// Counts the blocks of a launch that have read everything that others may write, and returns how
-// many there were before this one. The last block to call this knows that all have read.
+// Counts the blocks of a launch that have read everything that other blocks may write, and returns
+// how many there were before this one. The last block to call this knows that all have read.
 __device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
   __threadfence();
   return atomicInc(block_counter, gridDim.x - 1);
