@@ -69,6 +69,7 @@ struct Adam {
     Adam known = *this;
     known.weight_decay.is_coupled = false;
     known.average.from_end = false;
+    known.root_floor = -std::numeric_limits<T>::infinity();
     return known;
   }
 
