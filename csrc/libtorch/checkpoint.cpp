@@ -1,4 +1,5 @@
-// Files: those of torch.save, without Python, and archives of torch::save, which hold the same.
+// Reads and writes the files of Python's torch.save, without Python, and the archives of
+// torch::save, which contain such a file as bytes.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -33,7 +34,7 @@ namespace amp_ext {
 
 namespace {
 
-// Whether Python has a class of storages for it; of others LibTorch writes none.
+// True if the pickle format has a storage class for the dtype. LibTorch writes no other dtypes.
 bool is_portable(at::ScalarType dtype) {
   constexpr at::ScalarType kPortable[] = {
       at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
@@ -41,8 +42,9 @@ bool is_portable(at::ScalarType dtype) {
   return std::find(std::begin(kPortable), std::end(kPortable), dtype) != std::end(kPortable);
 }
 
-// A copy with tensors on the CPU, of types that Python reads without torch's script types. Throws
-// on what Python would not read; `where` says where that is.
+// Returns a copy with tensors on the CPU and with plain dicts and lists, which Python reads without
+// the types of TorchScript. Throws if Python can't read a value; `where` is its place in errors,
+// for example "value['state'][0]".
 c10::IValue portable(const std::string& operation, const c10::IValue& value,
                      const std::string& where) {
   if (value.isTensor()) {
@@ -54,7 +56,7 @@ c10::IValue portable(const std::string& operation, const c10::IValue& value,
                 " must be of a dtype that torch.load reads with weights_only=True, got ",
                 tensor.scalar_type());
     const at::Tensor copy = tensor.detach().cpu();
-    // A view would take all of its storage with it.
+    // Clones a view of a part of its storage, since all of the storage would be saved.
     const bool is_whole = copy.storage().nbytes() == copy.nbytes();
     return is_whole ? copy : copy.clone();
   }
@@ -85,7 +87,7 @@ c10::IValue portable(const std::string& operation, const c10::IValue& value,
   return list;
 }
 
-// Reads a file that lies in memory.
+// Lets torch's reader read a file that is in memory.
 class BytesReader : public caffe2::serialize::ReadAdapterInterface {
  public:
   explicit BytesReader(const std::vector<char>& bytes) : bytes_(bytes) {}
@@ -102,7 +104,8 @@ class BytesReader : public caffe2::serialize::ReadAdapterInterface {
   const std::vector<char>& bytes_;
 };
 
-// What a call of torch or of the standard library throws, as an error that names the operation.
+// Returns call(). Converts its exceptions, which come from torch or the standard library, to
+// c10::Errors that name the operation.
 template <typename Call>
 auto with_errors_of(const std::string& operation, const Call& call) {
   try {
@@ -141,24 +144,25 @@ std::vector<char> bytes_of(const std::string& operation, const c10::IValue& valu
   return file;
 }
 
-// The CRC-32 of zip files.
+// Returns the CRC-32 of zip files, computed for eight bytes at a time ("slicing by 8").
 uint32_t crc_of(const char* bytes, size_t size) {
   using Table = std::array<uint32_t, 256>;
-  static const auto tables = [] {  // the effect of a byte that has 0 to 7 others behind it
-    std::array<Table, 8> made;
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-      uint32_t crc = byte;
-      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
-      made[0][byte] = crc;
-    }
-    for (size_t i = 1; i < made.size(); ++i) {
-      for (uint32_t byte = 0; byte < 256; ++byte) {
-        const uint32_t crc = made[i - 1][byte];
-        made[i][byte] = crc >> 8 ^ made[0][crc & 255];
-      }
-    }
-    return made;
-  }();
+  static const auto tables =
+      [] {  // tables[i][b]: effect on the CRC of byte b with i bytes after it
+        std::array<Table, 8> made;
+        for (uint32_t byte = 0; byte < 256; ++byte) {
+          uint32_t crc = byte;
+          for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+          made[0][byte] = crc;
+        }
+        for (size_t i = 1; i < made.size(); ++i) {
+          for (uint32_t byte = 0; byte < 256; ++byte) {
+            const uint32_t crc = made[i - 1][byte];
+            made[i][byte] = crc >> 8 ^ made[0][crc & 255];
+          }
+        }
+        return made;
+      }();
   const auto* next = reinterpret_cast<const unsigned char*>(bytes);
   uint32_t crc = ~uint32_t{0};
   for (; size >= 8; size -= 8, next += 8) {
@@ -173,9 +177,8 @@ uint32_t crc_of(const char* bytes, size_t size) {
   return ~crc;
 }
 
-// Throws if a record is not as it was written: torch's reader does not look at the CRC, which
-// stands behind each record that is not empty. A file that was written without CRCs has 0 in all
-// places.
+// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. The
+// CRC follows each record that is not empty. In a file without CRCs all of them are 0.
 void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
   constexpr char kSignature[] = {'P', 'K', 7, 8};
   std::string damaged;
@@ -191,7 +194,8 @@ void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStream
     const char* const behind = record + size;
     TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
                 " has no CRC behind it");
-    // What a damaged header calls a folder is left unread, with whatever the memory held before.
+    // Reads the record by torch's reader too. If a damaged header calls it a folder, the reader
+    // writes nothing: the inverted first byte tells that, whatever the memory held before.
     const std::unique_ptr<char[]> read(new char[size]);
     read[0] = static_cast<char>(~record[0]);
     reader.getRecord(name, read.get(), size);
@@ -208,10 +212,10 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
     check_crcs(bytes, reader);
-    // On the CPU, wherever they were.
+    // Loads all tensors to the CPU, whatever device they were saved from.
     return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
                                              reader);
-  } catch (const std::exception& error) {  // some of the standard library, of damaged sizes
+  } catch (const std::exception& error) {  // damaged sizes cause exceptions such as bad_alloc
     const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
     const std::string reason =
         of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
@@ -226,7 +230,8 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
   }
 }
 
-// Returns the errno of what failed, or 0.
+// Writes the temporary file, syncs it and renames it to the target. Returns the errno of the call
+// that failed, or 0.
 int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
   for (size_t done = 0; done < bytes.size();) {
     const ssize_t size = ::write(file.descriptor, bytes.data() + done, bytes.size() - done);
@@ -235,7 +240,7 @@ int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
   }
   if (::fsync(file.descriptor) != 0) return errno;
   if (std::rename(file.temporary.c_str(), file.target.c_str()) != 0) return errno;
-  // The name is there; now it has to reach the disk, too.
+  // Syncs the folder, so that the new name survives a power failure.
   const auto folder = std::filesystem::path(file.temporary).parent_path();
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_CLOEXEC);
   ::fsync(descriptor);
@@ -287,7 +292,7 @@ c10::IValue load_state(const std::string& path) {
   return value_of(operation, bytes);
 }
 
-// Archives.
+// Archives of torch::save.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Construction and groups of all optimizers of the C++ interface, and what a group is checked for.
+// Constructs the optimizers of the C++ interface, and adds and checks their parameter groups.
 #include <amp_ext/optim.h>
 #include <c10/util/Type.h>
 
@@ -14,7 +14,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Copies the options that were set.
+// Copies to `options` those options of `from` that the user has set.
 void take_given(FusedOptions& options, FusedOptions& from) {
   const auto places = options.options();
   const auto given = from.options();
@@ -50,13 +50,13 @@ FusedOptimizer::~FusedOptimizer() = default;
 FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
 
 FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
-  if (this == &other) return *this;  // torch's would lose its groups
+  if (this == &other) return *this;  // torch's self-assignment would lose the groups
   Optimizer::operator=(std::move(other));
   impl_ = std::move(other.impl_);
   return *this;
 }
 
-// Throws on behalf of a method where there is none.
+// Returns the private members. Throws on behalf of a method if the optimizer was moved from.
 FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
   TORCH_CHECK(impl_ != nullptr, c10::demangle(typeid(*this).name()), ".", operation,
               ": the optimizer must have its parameters, got one that was moved from");
@@ -93,12 +93,12 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
                 " must be listed once, got it as param ", first, " already");
   }
   for (const auto& option : options.options()) options.given_.insert(option.name);
-  // Not through torch's, which may drop the options.
+  // Doesn't call torch's add_param_group, which may drop the options.
   param_groups_.emplace_back(params, std::move(merged));
   rebuild();
 }
 
-// Somebody may have set other ones.
+// Throws if a user has set the options of another optimizer class through torch's interface.
 void FusedOptimizer::check_options_type(const torch::optim::OptimizerOptions& options,
                                         size_t group) const {
   const torch::optim::OptimizerOptions& defaults = *defaults_;
@@ -108,7 +108,7 @@ void FusedOptimizer::check_options_type(const torch::optim::OptimizerOptions& op
               "Options, got those of another optimizer");
 }
 
-// The options of a group, which has to have its own.
+// Returns the options of a group. Throws if the group shares the defaults of the optimizer.
 const FusedOptions& FusedOptimizer::checked_options(size_t group) const {
   check_options_type(param_groups_[group].options(), group);
   const auto& options = static_cast<const FusedOptions&>(param_groups_[group].options());
@@ -123,7 +123,7 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
   return const_cast<FusedOptions&>(checked_options(group));
 }
 
-// Also what a loop may have written into the groups. Returns the options of each.
+// Checks the options of all groups, since a training loop may have changed them, and returns them.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   TORCH_CHECK(!param_groups_.empty(), impl_->optimizer_class.name,
               ": param_groups must have a group, got none");

@@ -32,7 +32,8 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// However a step ends, it may have written parameters.
+// Clears the cache of autocast's casts at the end of a step, since even a step that throws may have
+// written parameters.
 struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
 };
@@ -83,7 +84,7 @@ std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
   return grads;
 }
 
-// A new tensor with the sum of all devices' flags.
+// Returns the sum of the flags of all devices, as a new [] float32 on `device`.
 at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
   at::Tensor sum;
   for (const at::Tensor& flag : flags) {
@@ -93,7 +94,7 @@ at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& 
   return sum.defined() ? sum : at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
 }
 
-// Where the parameter at this index among those of all groups stands.
+// Returns the name of a parameter, "group 0, param 3". `index` counts the parameters of all groups.
 std::string place_in(const std::vector<size_t>& group_sizes, int64_t index) {
   for (size_t group = 0; group < group_sizes.size(); ++group) {
     const auto size = static_cast<int64_t>(group_sizes[group]);
@@ -120,22 +121,22 @@ std::optional<GradientScan> ScaledStep::scan_gradients(const at::Tensor&, const 
 struct GradScaler::State {
   enum class Stage { kReady, kUnscaled, kStepped };
 
-  // What is known of an optimizer since the last update.
+  // The iteration of one optimizer since the last update.
   struct Iteration : ScaledIteration {
     Iteration(int64_t slot, NameOf name_of) : ScaledIteration(slot, std::move(name_of)) {}
 
     Optimizer* optimizer = nullptr;
     Stage stage = Stage::kReady;
-    std::vector<at::Tensor> found_infs;                            // one for each device
-    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // when unscale_ looked
+    std::vector<at::Tensor> found_infs;  // [] float32, one for each device
+    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // all parameters at unscale_()
   };
 
   LossScale loss_scale;
   c10::DeviceType device;
   bool enabled;
-  std::deque<Iteration> iterations;                             // in the order of their looks
-  std::map<int64_t, std::vector<size_t>> group_sizes;           // by the number of the optimizer
-  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;  // likewise, or null
+  std::deque<Iteration> iterations;  // in the order of the first scans; references stay valid
+  std::map<int64_t, std::vector<size_t>> group_sizes;           // parameters per group, by slot
+  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;  // by slot; null: no guard
   bool is_stepping = false;
 
   void check_scale(const char* operation) const {
@@ -144,7 +145,8 @@ struct GradScaler::State {
                 "scaler.scale(loss or outputs) earlier in the iteration.");
   }
 
-  // Which tells an optimizer from others: of ours it moves along with them.
+  // Returns a pointer that identifies an optimizer. Optimizers of amp_ext have the same identity
+  // after a move; others are identified by their address.
   static std::shared_ptr<const void> key_of(const Optimizer& optimizer, const char* operation) {
     const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
     if (ours == nullptr) return {std::shared_ptr<const void>(), &optimizer};
@@ -154,7 +156,8 @@ struct GradScaler::State {
     return key;
   }
 
-  // A step may ask for that of another optimizer: the place of each stays.
+  // Returns the iteration of an optimizer, and starts it if there is none. The reference stays
+  // valid until the update, even if a step inside of this optimizer's step starts another one.
   Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
     const auto key = key_of(optimizer, operation);
     auto known = loss_scale.find_optimizer(key.get());
@@ -183,7 +186,7 @@ struct GradScaler::State {
     return *found;
   }
 
-  // Looks at the gradients of an optimizer, and unscales them if there is an `inv_scale`.
+  // Scans the gradients of an optimizer, and unscales them in place if `inv_scale` is given.
   void scan(Iteration& iteration, const OptionalTensor& inv_scale) {
     TensorList params, present;
     for_each_param(*iteration.optimizer, [&](const at::Tensor& param) {
@@ -212,7 +215,7 @@ struct GradScaler::State {
     iteration.needs_reset = false;
   }
 
-  // Refuses gradients that unscale_ has not seen: they may still be scaled.
+  // Throws if a gradient may still be scaled because it changed after unscale_().
   static void check_unscaled(const Iteration& iteration) {
     const std::vector<ParamGrad> grads = grads_in(*iteration.optimizer);
     const auto is_there = [](const ParamGrad& each) { return each.grad.defined(); };
@@ -221,9 +224,10 @@ struct GradScaler::State {
     iteration.check_unscaled(grads);
   }
 
-  // The optimizers of what is unscaled may be gone.
+  // Tells the unscaled iterations that another loss is scaled. Reads the gradients through weak
+  // references to the parameters, since the optimizers may have been destroyed.
   void on_loss_scaled() {
-    for (Iteration& iteration : iterations) {  // none in most loops
+    for (Iteration& iteration : iterations) {  // empty in most loops, which scale once per update
       if (!iteration.is_unscaled()) continue;
       std::vector<ParamGrad> grads;
       for (const auto& param : iteration.params) {
@@ -233,7 +237,7 @@ struct GradScaler::State {
     }
   }
 
-  // Refuses gradients that were unscaled as those of another optimizer: of parameters of both.
+  // Throws if a gradient was already unscaled with another optimizer that has the same parameter.
   void check_still_scaled(const char* operation, const Iteration& iteration) const {
     for (const Iteration& other : iterations) {
       if (&other == &iteration || !other.is_unscaled()) continue;
@@ -261,7 +265,8 @@ struct GradScaler::State {
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
-    // Of ours, one that throws has written nothing, or refuses all steps itself.
+    // An optimizer of amp_ext needs no reset after an exception: its step wrote nothing, or the
+    // optimizer itself refuses further steps.
     iteration.needs_reset = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
     const at::AutoGradMode as_outside(grad_mode);
     return scaled.step_scaled(grad_scale, found_inf);
@@ -273,7 +278,7 @@ struct GradScaler::State {
     for (const at::Tensor& found_inf : iteration.found_infs) {
       if (found_inf.item().toDouble() != 0.0) return {};
     }
-    iteration.needs_reset = true;  // if this throws: nobody sees how far a step of others comes
+    iteration.needs_reset = true;  // a step of torch that throws may have written some parameters
     const at::AutoGradMode as_outside(grad_mode);
     return iteration.optimizer->step();
   }

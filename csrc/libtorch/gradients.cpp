@@ -1,4 +1,4 @@
-// Clips gradients outside of a step, and names those that hold inf or NaN.
+// Clips gradients outside of a step, and finds tensors that contain inf or NaN.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 #include <amp_ext/gradients.h>
@@ -16,7 +16,7 @@ namespace amp_ext {
 
 namespace {
 
-// The tensors on one device, and which they are.
+// The tensors on one device, with their indices in the list of all tensors.
 struct OnDevice {
   at::Device device;
   TensorList tensors;
@@ -36,7 +36,8 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
   return devices;
 }
 
-// Counts in the looked-at tensors, in their order.
+// Returns the number of inf and NaN in each tensor that has any, with its name, in order. Skips
+// undefined and integer tensors.
 NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const at::NoGradGuard no_grad;
   NonfiniteCounts counts;

@@ -1,4 +1,4 @@
-// The guard of an optimizer of the C++ interface.
+// NormGuard of the C++ interface, which skips or clips steps with unusual gradient norms.
 #include <ATen/core/ivalue.h>
 #include <amp_ext/norm_guard.h>
 #include <amp_ext/optim.h>

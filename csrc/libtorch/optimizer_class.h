@@ -1,4 +1,4 @@
-// What tells one optimizer of the C++ interface from the others.
+// The description of each optimizer class of the C++ interface, and access to its options by index.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -18,11 +18,12 @@
 
 namespace amp_ext::optim {
 
-// The options of a group by the places of FusedOptions, which are in the order of the description.
+// Reads the options of a group through the pointers of FusedOptions::options(), which are in the
+// order of OptimizerDescription::options.
 class PlacedOptions final : public GroupOptions {
  public:
-  // For checks with what errors call the optimizer, what stands behind the names of options in
-  // them, " of group 1", and the parameters of the group.
+  // Checks also need the last three arguments. An error names an option as `operation`, ": ", the
+  // option and place(): "AdamW: lr of group 1". `params` are the parameters of the group.
   PlacedOptions(const OptimizerDescription& optimizer_class, const FusedOptions& options,
                 std::string operation = {}, std::function<std::string()> place = {},
                 const std::vector<at::Tensor>* params = nullptr)
@@ -58,14 +59,14 @@ class PlacedOptions final : public GroupOptions {
   const std::vector<at::Tensor>* params_ = nullptr;
 };
 
-// Copies an option to the place of the same in other options.
+// Copies the value of an option from one FusedOptions to another.
 void copy_option(const OptionPlace& from, const OptionPlace& to);
 
 struct OptimizerClass : OptimizerDescription {
   const std::type_info* type = nullptr;
-  const char* name = nullptr;          // in messages and state dicts: "AdamW"
-  const char* base_class = nullptr;    // that it extends in Python, or its own
-  const char* fixed_option = nullptr;  // that a state dict can't change either
+  const char* name = nullptr;          // name of the class in messages and state dicts: "AdamW"
+  const char* base_class = nullptr;    // name of its base class in Python, or its own name
+  const char* fixed_option = nullptr;  // name of an option that state dicts can't change, or null
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
 };
 

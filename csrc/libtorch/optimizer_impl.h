@@ -1,4 +1,4 @@
-// What an optimizer of the C++ interface keeps from step to step.
+// The private members of an optimizer of the C++ interface.
 #pragma once
 
 #include <amp_ext/norm_guard.h>
@@ -25,14 +25,14 @@ struct FusedOptimizer::Impl {
   const OptimizerClass& optimizer_class;
   std::unique_ptr<Plan> plan;
   bool inspects_next = false;
-  std::optional<InspectedStep> inspected;  // by the step that was asked for it
-  std::shared_ptr<NormGuard> norm_guard;   // or null
-  size_t state_count = 0;                  // when its parameters were listed
-  std::vector<Dict> other_entries;         // by group, of the state dict that was loaded
-  Dict other_states = new_dict();          // of it likewise, which belong to no parameter
+  std::optional<InspectedStep> inspected;  // result of the step after inspect_next()
+  std::shared_ptr<NormGuard> norm_guard;   // null: no guard
+  size_t state_count = 0;                  // size of state() when the parameters were registered
+  std::vector<Dict> other_entries;  // for each group, unknown entries of the loaded state dict
+  Dict other_states = new_dict();   // states of the loaded state dict that belong to no parameter
 };
 
-// How errors call a parameter.
+// Returns the name of a parameter in errors.
 inline std::string place(size_t group, size_t index) {
   return c10::str("group ", group, ", param ", index);
 }

@@ -1,4 +1,4 @@
-// The optimizers: their options, and what tells them from each other.
+// The optimizer classes of the C++ interface: their descriptions, options and constructors.
 #include <amp_ext/optim.h>
 #include <c10/util/Exception.h>
 
@@ -22,7 +22,7 @@ Groups one_group(std::vector<at::Tensor> params) {
   return groups;
 }
 
-// What follows from the types.
+// Describes the optimizer `Class`, whose name in Python is `name`.
 template <typename Class, typename Options, typename Hyperparameters>
 OptimizerClass class_named(const char* name) {
   OptimizerClass optimizer_class{description_of<Hyperparameters>()};

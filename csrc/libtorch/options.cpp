@@ -1,4 +1,4 @@
-// The options of a group: which there are, and which values they may have.
+// Lists the options that all optimizers share, and reads the options of a group.
 #include <amp_ext/optim.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// As Python prints it.
+// Returns a state_dtype as Python prints it: "torch.bfloat16", "'8bit'" or "None".
 std::string name_of_form(const StateDType& state_dtype) {
   if (const auto* const dtype = std::get_if<at::ScalarType>(&state_dtype.value())) {
     return python_name(*dtype);

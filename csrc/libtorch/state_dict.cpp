@@ -1,4 +1,4 @@
-// The state dicts of optimizers, in Python's layout.
+// Writes and loads the state dicts of optimizers, which have the same layout as in Python.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <amp_ext/optim.h>
@@ -20,7 +20,7 @@ namespace {
 
 using SavedGroups = std::vector<Dict>;
 
-// What Python gives for an option. Its optimizers keep a dtype by its name.
+// Returns the value of an option as in Python's state dicts, which have dtypes as their names.
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
   if (auto* const* flag = std::get_if<bool*>(&place)) return **flag;
@@ -44,7 +44,8 @@ c10::IValue value_of(const OptionPlace& place) {
   return c10::IValue(state_dtype == at::kBFloat16 ? "bfloat16" : "float32");
 }
 
-// A number as Python may save it: also a tensor of one element, and 0, 1 and None for flags.
+// Returns a number or flag that Python saved as a number, a bool, None or a tensor with one
+// element, and nullopt for any other value. None and false are 0.
 std::optional<double> plain_number(const c10::IValue& value) {
   if (value.isNone()) return 0.0;
   if (is_number(value)) return number_in(value);
@@ -52,7 +53,8 @@ std::optional<double> plain_number(const c10::IValue& value) {
   return value.toTensor().item().toDouble();
 }
 
-// Takes an option out of a saved group.
+// Writes the value of an option in a saved group to `place`. Throws if it has the wrong type;
+// `where` names the option in the error.
 void read_option(const OptionDescription& option, const OptionPlace& place,
                  const c10::IValue& value, const std::string& where) {
   if (auto* const numbers = std::get_if<std::vector<double*>>(&place)) {
@@ -78,7 +80,7 @@ void read_option(const OptionDescription& option, const OptionPlace& place,
   }
 }
 
-// What errors and checks need to know of an entry of a state.
+// Converts an entry of a saved state to the form that the checks read.
 SavedValue saved_value(const c10::IValue& value) {
   SavedValue saved;
   saved.type = saved.text = shown(value);
@@ -108,12 +110,12 @@ Keys keys_of(const Dict& dict) {
   return keys;
 }
 
-// Adds the entries of a dict whose keys another has not.
+// Adds to `dict` the entries of `others` whose keys it lacks.
 void insert_others(const Dict& dict, const Dict& others) {
   for (const auto& entry : others) dict.insert(entry.key(), entry.value());
 }
 
-// What tells whose a group of a file is.
+// Returns the keys and flags of a saved group, which tell the library that has written it.
 SavedGroup saved_group(const Dict& group) {
   SavedGroup saved;
   saved.keys = keys_of(group);
@@ -138,8 +140,8 @@ Loader loader_of(const OptimizerClass& optimizer_class, const std::string& opera
   return loader;
 }
 
-// Returns a state without moments of other optimizers that are all 0, which nothing has ever used:
-// DeepSpeedCPULion writes an exp_avg_sq of zeros.
+// Returns a state without buffers that this optimizer does not have and that are all 0. For
+// example, DeepSpeedCPULion writes an exp_avg_sq of zeros, which it never uses.
 Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& state) {
   const Keys names = names_of_all_buffers();
   auto spec = new_dict();
@@ -156,7 +158,7 @@ Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& s
   return spec;
 }
 
-// The states of a state dict by the text of their keys, which are ints in files of Python.
+// Returns the states of a state dict, by their keys as text: "0" for the int 0 in Python's files.
 std::map<std::string, c10::IValue> states_of(const OptimizerClass& optimizer_class,
                                              const Dict& state_dict) {
   std::map<std::string, c10::IValue> states;
@@ -170,7 +172,8 @@ std::map<std::string, c10::IValue> states_of(const OptimizerClass& optimizer_cla
   return states;
 }
 
-// The options of a group as they are after a load: those of the file, but for the configured ones.
+// Returns the options of a group after a load: the saved values, except for options that a load
+// leaves as configured (OnLoad).
 std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class,
                                            const std::string& operation, const Dict& saved,
                                            size_t group, FusedOptions& configured) {
@@ -195,13 +198,14 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class
   return options;
 }
 
-// Where the state dict of an optimizer lies in a dict that is not one.
+// Returns a hint for the error about a dict that is no state dict of an optimizer: the key under
+// which it contains one, and that the masters in files of apex are not read.
 std::string what_to_load(const Dict& dict) {
   std::string names, masters;
   for (const auto& entry : dict) {
     const bool is_of_masters =
         entry.key().isString() && entry.key().toStringRef().rfind("fp32_", 0) == 0;
-    if (is_of_masters && masters.empty()) {  // apex's FP16_Optimizer and those made after it
+    if (is_of_masters && masters.empty()) {  // apex's FP16_Optimizer and classes modelled on it
       masters = "; the masters in " + shown(entry.key()) +
                 " are not read, but taken from the parameters: load the model first";
     }
@@ -213,7 +217,8 @@ std::string what_to_load(const Dict& dict) {
   return (names.empty() ? names : "; load its entry " + names + " instead") + masters;
 }
 
-// The groups of a state dict, which has to have some.
+// Returns the groups of a state dict. Throws if it lacks "state" or "param_groups", or if a group
+// is no dict with a list of "params".
 SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
   for (const char* const name : {"state", "param_groups"}) {
     TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
@@ -286,19 +291,20 @@ c10::IValue FusedOptimizer::state_dict() const {
   return state_dict;
 }
 
-// A state dict while it is read: nothing of the optimizer is changed before `keep`.
+// A state dict that is being loaded. read() checks and converts all of it, and keep() then changes
+// the optimizer, so that a load that fails changes nothing.
 struct FusedOptimizer::Load {
   FusedOptimizer& optimizer;
   const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
   const std::string operation = c10::str(optimizer_class.name, ".load_state_dict");
   SavedGroups groups = {};
   std::vector<SavedGroup> groups_of_file = {};
-  std::map<std::string, c10::IValue> saved = {};  // the states
+  std::map<std::string, c10::IValue> saved = {};  // result of states_of
   std::vector<std::unique_ptr<FusedOptions>> options = {};
   std::vector<std::unique_ptr<FusedParamState>> states = {};
-  std::vector<Dict> other_entries = {};  // of groups, such as initial_lr of a scheduler
-  Dict other_states = new_dict();
-  std::set<std::string> registered = {};  // states of parameters that a group lists
+  std::vector<Dict> other_entries = {};  // for each group, entries such as a scheduler's initial_lr
+  Dict other_states = new_dict();        // states that belong to no parameter
+  std::set<std::string> registered = {};  // keys of the states that belong to a parameter
 
   void read(const c10::IValue& state_dict) {
     const Dict dict = dict_of(operation, state_dict);
@@ -316,7 +322,8 @@ struct FusedOptimizer::Load {
     }
   }
 
-  // Throws unless the file is of such an optimizer, with as many parameters.
+  // Throws unless this optimizer class can load the saved groups and states, and each group has as
+  // many parameters as the optimizer's.
   void check_file() {
     Keys state_keys;
     for (const auto& [key, state] : saved) {
@@ -377,7 +384,8 @@ struct FusedOptimizer::Load {
     }
   }
 
-  // `step` is that of the group, where that counts for states.
+  // Converts the saved state of a parameter. `step` is the step count of the group, if its writer
+  // counts steps by group and not in each state (SavedGroup::counts_for_states).
   void read_state(const StateSpec& spec, const ParamRef& param, const Dict& dict,
                   const std::optional<c10::IValue>& step) {
     SavedState found = saved_state(spec, dict);
@@ -414,7 +422,7 @@ struct FusedOptimizer::Load {
     impl.other_entries = std::move(other_entries);
     impl.other_states = std::move(other_states);
     auto plan = std::make_unique<Plan>(optimizer_class.name);
-    plan->take_over(*impl.plan);  // a file is of states alone
+    plan->take_over(*impl.plan);  // the guard and tracking options are not part of state dicts
     impl.plan = std::move(plan);
   }
 };

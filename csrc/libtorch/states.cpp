@@ -1,4 +1,4 @@
-// The states of parameters: whole as the options want them, masters among them.
+// Creates, completes and returns the states of parameters and their master weights.
 #include "optimizer/states.h"
 
 #include <amp_ext/ops.h>
@@ -32,7 +32,7 @@ FusedParamState* FusedOptimizer::state_of(const at::Tensor& param) const {
   return found == state_.end() ? nullptr : dynamic_cast<FusedParamState*>(found->second.get());
 }
 
-// What each group lets its parameters keep.
+// Returns for each group which states its parameters have, and in which formats.
 std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptions>& groups) const {
   std::vector<StateSpec> specs;
   for (const PlacedOptions& group : groups)
@@ -40,7 +40,8 @@ std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptio
   return specs;
 }
 
-// The states of parameters made whole, for `keep_states`.
+// Returns the complete state of each parameter, in which missing tensors are new. The optimizer
+// does not change before keep_states().
 std::vector<StateMap> FusedOptimizer::init_states(const std::vector<StateSpec>& groups,
                                                   const std::vector<ParamRef>& params) const {
   const OutsideInferenceMode normal;
@@ -53,7 +54,7 @@ std::vector<StateMap> FusedOptimizer::init_states(const std::vector<StateSpec>& 
   return made;
 }
 
-// Returns whether a tensor is another one now.
+// Stores the states that init_states() made. Returns true if any tensor of a state was replaced.
 bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made) {
   bool has_changed = false;
   for (size_t i = 0; i < params.size(); ++i) {
@@ -64,7 +65,7 @@ bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vecto
       specs = std::make_unique<FusedParamState>(params[i].local);
       state = static_cast<FusedParamState*>(specs.get());
     }
-    state->tensors_ = std::move(made[i]);  // others may refer to it
+    state->tensors_ = std::move(made[i]);  // replaces only the tensors: users may hold *state
   }
   return has_changed;
 }

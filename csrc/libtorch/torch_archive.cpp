@@ -1,4 +1,4 @@
-// Reads what torch::save wrote of optimizers of torch::optim.
+// Reads archives of torch::optim's Adam, AdamW and SGD with torch's own classes.
 #include "libtorch/torch_archive.h"
 
 #include <ATen/core/Tensor.h>
@@ -51,7 +51,8 @@ Dict entries_of(const State& state) {
   return entries;
 }
 
-// An optimizer of torch reads it, of the same parameters.
+// Loads an archive into an optimizer of torch::optim over the same parameters, and returns the
+// state dict of that optimizer in Python's layout.
 template <typename Optimizer, typename Options, typename State>
 c10::IValue read_by(torch::serialize::InputArchive& archive,
                     const std::vector<torch::optim::OptimizerParamGroup>& param_groups) {

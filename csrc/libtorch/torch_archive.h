@@ -1,4 +1,4 @@
-// Archives that torch::save wrote of optimizers of torch::optim.
+// Reads the archives that torch::save writes for the optimizers of torch::optim.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -10,8 +10,9 @@
 
 namespace amp_ext::optim {
 
-// The state dict of such an archive for the class of this name and its groups; none if the archive
-// is of something else, or torch has no such class. Throws where torch's class can't read it.
+// Returns the state dict in an archive of torch::optim's class `name`, for these groups. Returns
+// nullopt if the archive holds something else or torch has no such class. Throws if torch's class
+// can't read the archive.
 std::optional<c10::IValue> read_torch_archive(
     const std::string& name, torch::serialize::InputArchive& archive,
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups);

@@ -1,4 +1,4 @@
-// Reads and prints values of state dicts.
+// Reads the values of state dicts and prints them in errors.
 #include "libtorch/values.h"
 
 #include <ATen/core/Dict.h>
@@ -29,7 +29,7 @@ at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value) {
 
 namespace {
 
-// A number or a text as it is, and of anything else what it is.
+// Returns a number, None or a quoted string, and for any other value the name of its type.
 std::string shown_alone(const c10::IValue& value) {
   if (value.isString()) return "'" + value.toStringRef() + "'";
   return value.isNone() || is_number(value) ? c10::str(value) : value.tagKind();

@@ -1,4 +1,4 @@
-// State dicts as values of dicts, lists, tuples, numbers and tensors, and how errors print them.
+// Helpers for state dicts, which are IValues of dicts, lists, tuples, numbers and tensors.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -11,28 +11,29 @@ namespace amp_ext {
 
 using Dict = c10::impl::GenericDict;
 
-// Empty ones, with keys and elements of any type.
+// Return an empty dict and an empty list, with keys and elements of any type.
 Dict new_dict();
 c10::impl::GenericList new_list();
 
-// The dict that a state dict is, and an entry that it must have. Throw on behalf of an operation.
+// Return a state dict as a Dict, and its entry `name`. Throw on behalf of `operation` if it is no
+// dict or lacks the entry.
 Dict dict_of(const std::string& operation, const c10::IValue& state_dict);
 c10::IValue entry_of(const std::string& operation, const Dict& state_dict, const std::string& name);
 
-// What a dict has under a name; none where it is not there.
+// Returns the value under a key that is a string; nullopt if the dict lacks it.
 std::optional<c10::IValue> find(const Dict& dict, const std::string& name);
 
-// Those of a list or a tuple; none of anything else.
+// Returns the elements of a list or a tuple, and an empty array for any other value.
 at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value);
 
-// A number, a text, or a list of the first thirty; of anything else, which may be large, what it
-// is.
+// Returns a value as errors print it: numbers, strings and the first thirty elements of a list as
+// they are, and anything else, which may be large, by the name of its type.
 std::string shown(const c10::IValue& value);
 
-// The keys of a dict, likewise.
+// Returns the first thirty keys of a dict as errors print them.
 std::string shown_keys(const Dict& dict);
 
-// Whether it is a number, a bool or not, and which.
+// Whether a value is a number, where bools count as numbers; and the number, with true as 1.
 bool is_number(const c10::IValue& value);
 double number_in(const c10::IValue& value);
 

@@ -1,4 +1,4 @@
-// An average of the weights of an optimizer of the C++ interface.
+// WeightAverage of the C++ interface, which averages the weights of an optimizer.
 #include "optimizer/weight_average.h"
 
 #include <ATen/ops/zeros.h>
@@ -16,14 +16,14 @@ namespace amp_ext::optim {
 struct WeightAverage::Impl {
   FusedOptimizer& optimizer;
   WeightAverages averages;
-  std::vector<at::Tensor> params;  // keeps others from taking their addresses
+  std::vector<at::Tensor> params;  // references that keep the addresses of the parameters unique
 
   at::Tensor counters() const {
     const at::Tensor counters = averages.counters();
     return counters.defined() ? counters : at::zeros({2}, at::kLong);
   }
 
-  // Lists the parameters that the optimizer has now, if they are others.
+  // Registers the parameters that the optimizer has now, if they changed since the last time.
   void list() {
     const std::vector<at::Tensor> now = params_now();
     const bool are_registered =
@@ -40,7 +40,8 @@ struct WeightAverage::Impl {
     return now;
   }
 
-  // Lets the optimizer do something with the averages, and holds the parameters that they are of.
+  // Lets the optimizer apply `averaging` to the averages, and updates `params` if the parameters
+  // changed.
   void ask(Averaging averaging) {
     const int64_t before = averages.listings();
     optimizer.average(averaging, averages);

@@ -1,4 +1,4 @@
-// The options of a group of Python, as the description of an optimizer asks for them.
+// Reads the options of a Python parameter group for the checks and the steps of an optimizer.
 #pragma once
 
 #include <pybind11/stl.h>
@@ -20,7 +20,7 @@ namespace amp_ext::python {
 
 namespace py = pybind11;
 
-// What describes an optimizer to Python.
+// The description of an optimizer, with its names as Python objects.
 struct BoundDescription {
   explicit BoundDescription(const optim::OptimizerDescription& described) : description(described) {
     for (const auto& option : description.options) {
@@ -29,20 +29,21 @@ struct BoundDescription {
   }
 
   const optim::OptimizerDescription& description;
-  std::vector<PyObject*> names;  // of its options, interned for good: a dict finds them at once
+  std::vector<PyObject*> names;  // option names, interned and never freed, for fast dict lookups
   PyObject* params = PyUnicode_InternFromString("params");
-  std::string operation;  // over lists
-  py::tuple fields;       // the names of its hyperparameters
-  py::tuple buffers;      // a BufferDescription of each
-  py::tuple options;
+  std::string operation;  // name of its operation over lists: "adam_"
+  py::tuple fields;       // names of its hyperparameters
+  py::tuple buffers;      // a BufferDescription for each buffer
+  py::tuple options;      // an OptionDescription for each option
 };
 
-// Throws where an option is missing or of a wrong type: who calls it checks the group by name then.
+// Reads the options from the dict of a group. Throws if an option is missing or has a wrong type;
+// callers then check the group by check_options, whose errors name the option.
 class DictOptions final : public optim::GroupOptions {
  public:
-  // For checks with what makes the text of a value, and with what errors say, "%s" for the name of
-  // an option; without the latter for those of torch, which read a learning rate that is a tensor.
-  // The dict outlives this.
+  // `shown` and `where` are for checks: `shown` converts a value to text, and `where` begins the
+  // errors, with "%s" for the option: "Adam: %s of group 0". check_as_torch needs no `where`, and
+  // also reads a learning rate that is a tensor. `group` must outlive this object.
   DictOptions(const BoundDescription& named, const py::dict& group, py::object shown = {},
               std::string where = {})
       : GroupOptions(named.description),
@@ -126,7 +127,8 @@ class DictOptions final : public optim::GroupOptions {
   }
 
  private:
-  // A tensor of several elements is no number; one that is not to be read may be any.
+  // Returns a number, or the element of a tensor. Returns NaN for a tensor of several elements, and
+  // 0 for a tensor whose element must not be read, since reading it would wait for the device.
   static double number_in(py::handle value, bool is_read = true) {
     const bool may_be_tensor = !PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr());
     if (may_be_tensor && THPVariable_Check(value.ptr())) {

@@ -1,4 +1,4 @@
-// The statistics of a guard, for the class of Python that holds them.
+// Binds NormStatistics, which the Python class NormGuard wraps.
 #include <pybind11/stl.h>
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The operations over lists of tensors.
+// Binds the operations over lists of tensors and the descriptions of optimizers.
 #include <amp_ext/ops.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -20,7 +20,7 @@ namespace amp_ext::python {
 
 namespace {
 
-// Takes a list out of `arguments`; None where it is not there.
+// Pops the list `name` from `arguments`, or None if it is missing. Throws if it is no `List`.
 template <typename List>
 List take(py::kwargs& arguments, const std::string& operation, const std::string& name,
           const char* wanted = "a list of tensors") {
@@ -33,7 +33,8 @@ List take(py::kwargs& arguments, const std::string& operation, const std::string
   }
 }
 
-// Takes what a call of another name calls itself and the lists of buffers that it gives.
+// Pops the names that errors use. A Python function that wraps the operation passes its own name as
+// "operation", and the names of its lists of buffers as "buffers".
 template <typename Hyperparameters>
 StepNames take_names(py::kwargs& arguments) {
   StepNames names = names_of<Hyperparameters>();
@@ -44,7 +45,7 @@ StepNames take_names(py::kwargs& arguments) {
   return names;
 }
 
-// Takes the lists of a step out of `arguments`.
+// Pops the lists of tensors of a step from `arguments`.
 StepLists take_lists(py::kwargs& arguments, const StepNames& names) {
   const std::string& operation = names.operation;
   StepLists lists{take<TensorList>(arguments, operation, "params"),
@@ -61,7 +62,7 @@ StepLists take_lists(py::kwargs& arguments, const StepNames& names) {
   return lists;
 }
 
-// Takes the arguments that say what a step makes of the gradients.
+// Pops the arguments about unscaling, clipping and skipping from `arguments`.
 GradientOptions take_gradient_options(const Fields<GradientOptions>& fields,
                                       py::kwargs& arguments) {
   GradientOptions options;
@@ -86,8 +87,8 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
-// Defines the description of an optimizer and its list operation, all of whose arguments are given
-// by name.
+// Defines the description of an optimizer and its operation over lists, which takes keyword
+// arguments only.
 template <typename Hyperparameters>
 void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
   const auto described =

@@ -1,4 +1,4 @@
-// The module that Python loads: everything that it can call.
+// Defines amp_ext._C, the extension module that Python loads.
 #include "python/module.h"
 
 #include <ATen/record_function.h>
@@ -37,7 +37,7 @@ PYBIND11_MODULE(_C, module) {
           const py::gil_scoped_release release;
           file = open_atomic(path);
         }
-        // A path need not be text.
+        // Returns paths as bytes, since they may not be valid UTF-8.
         return std::make_tuple(py::bytes(file.refusal), file.error, file.descriptor,
                                py::bytes(file.temporary), py::bytes(file.target));
       },

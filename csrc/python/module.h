@@ -1,4 +1,4 @@
-// The parts of the module that Python loads. Each adds its classes and functions.
+// The parts of amp_ext._C. Each function adds its classes and functions to the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

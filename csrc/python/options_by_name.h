@@ -1,4 +1,4 @@
-// Structs of options whose fields Python gives by name: as arguments, or as entries of a dict.
+// Sets the fields of C++ structs of options from Python values, by name.
 #pragma once
 
 #include <amp_ext/options.h>
@@ -18,18 +18,18 @@ namespace amp_ext::python {
 
 namespace py = pybind11;
 
-// A field of a struct of options that Python sets by name. Straight from the value: an attribute of
-// an object of Python takes ten times as long.
+// A field of a struct of options. `set` converts the Python value directly, which takes a tenth of
+// the time of setting an attribute of a bound object.
 template <typename Options>
 struct Field {
-  PyObject* name;  // interned, for good
+  PyObject* name;  // interned, never freed
   std::function<void(Options&, py::handle)> set;
 };
 
 template <typename Options>
 using Fields = std::vector<Field<Options>>;
 
-// Defines a field, which `set` writes from a value of the given type.
+// Adds a field to `fields`. `set` writes it from a Python value that was converted to `Value`.
 template <typename Value, typename Options, typename Set>
 void define_field(Fields<Options>& fields, const char* name, const Set& set) {
   fields.push_back({PyUnicode_InternFromString(name), [name, set](Options& self, py::handle value) {
@@ -48,7 +48,7 @@ void define_field(Fields<Options>& fields, const char* name, Value Struct::* mem
                       [member](Options& self, Value value) { self.*member = std::move(value); });
 }
 
-// Null if there is none of that name.
+// Returns the field with this name, or null.
 template <typename Options>
 const Field<Options>* find_field(const Fields<Options>& fields, py::handle name) {
   for (const Field<Options>& field : fields) {
@@ -67,7 +67,7 @@ void set_fields(const Fields<Options>& fields, Options& options, const py::kwarg
   }
 }
 
-// Throws if a number is NaN, or the limit is none.
+// Throws if a hyperparameter is NaN, or if clip_value is NaN or negative.
 template <typename Hyperparameters>
 void check_numbers(const std::string& operation, const Group<Hyperparameters>& options) {
   const char* const name = nan_in(static_cast<const Hyperparameters&>(options));
@@ -76,11 +76,11 @@ void check_numbers(const std::string& operation, const Group<Hyperparameters>& o
               options.clip_value);
 }
 
-// The hyperparameters of an optimizer, by name.
+// Returns the fields of the hyperparameters of an optimizer.
 template <typename Hyperparameters>
 Fields<Group<Hyperparameters>> fields_of() {
   using Options = Group<Hyperparameters>;
-  using Lr = std::variant<at::Tensor, double>;  // to Python; here they travel apart
+  using Lr = std::variant<at::Tensor, double>;  // one argument in Python, two fields in Group
   Fields<Options> fields;
   define_field<Lr>(fields, "lr", [](Options& self, const Lr& lr) {
     const double* const number = std::get_if<double>(&lr);

@@ -1,4 +1,4 @@
-// What a scaler of Python works with: the loss scale, and its gradients.
+// Binds the loss scale and the iterations of optimizers for the Python class GradScaler.
 #include <ATen/core/grad_mode.h>
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/ops.h>
@@ -26,23 +26,25 @@
 
 namespace amp_ext::python {
 
-// What an iteration is in a scaler of Python: an entry of the dicts that torch's class keeps.
+// The iteration of one optimizer. Python stores it as "iteration" in the dict that torch's
+// GradScaler has for each optimizer, `_per_optimizer_states[id(optimizer)]`.
 struct IterationOfPython : ScaledIteration {
   IterationOfPython(int64_t slot, NameOf name_of, py::object reference)
       : ScaledIteration(slot, std::move(name_of)), optimizer(std::move(reference)) {}
 
-  py::object optimizer;  // returns it, or None if it is gone
+  py::object optimizer;  // weak reference: a call returns the optimizer, or None if it was deleted
 };
 
 struct LossScaleOfPython : LossScale {
   explicit LossScaleOfPython(py::function its_name_of_param)
       : name_of_param(std::move(its_name_of_param)) {}
 
-  py::function name_of_param;  // of an optimizer, or None, and an index
-  // By the number of an optimizer, that of its last look, which no update has counted yet.
+  py::function name_of_param;  // name_of_param(optimizer or None, index) returns a str
+  // The dict of each optimizer that was scanned since the last update, by slot.
   std::unordered_map<int64_t, py::dict> states;
 
-  // Takes the first bad gradients that an optimizer has found by itself.
+  // Takes over the first_nonfinite tensors of an optimizer that scanned its gradients itself. They
+  // are in state["scan"].
   void keep_scan(int64_t slot, const py::dict& state) {
     if (!state.contains("scan")) return;
     std::vector<at::Tensor> first_nonfinites;
@@ -55,8 +57,8 @@ struct LossScaleOfPython : LossScale {
 
 namespace {
 
-// Reads the attributes of a scaler of Python that say what its loss scale is. Users and other
-// libraries know those of torch's class and assign them, so they are read whenever they count.
+// Reads the attributes of a Python GradScaler that define its loss scale. Users and other libraries
+// assign attributes of torch's class such as `_scale`, so they are read at each use.
 void read_attributes(const py::dict& attributes, LossScale& to) {
   const auto read = [&](const char* name, auto& member) {
     const py::handle value = PyDict_GetItemString(attributes.ptr(), name);
@@ -97,7 +99,8 @@ void for_each_param(const py::object& optimizer, const Visit& visit) {
   }
 }
 
-// The gradients of an optimizer, each as the tensor that holds its numbers here.
+// Returns the gradients of an optimizer: the local shards of DTensors, the values of sparse
+// gradients, and all others as they are.
 std::vector<ParamGrad> grads_of(const py::object& optimizer) {
   std::vector<ParamGrad> grads;
   if (optimizer.is_none()) return grads;
@@ -116,12 +119,12 @@ std::vector<ParamGrad> grads_of(const py::object& optimizer) {
   return grads;
 }
 
-// Returns what gives an optimizer as long as it is there.
+// Returns a callable that returns the optimizer: a weak reference, if its class supports them.
 py::object reference_to(const py::object& optimizer) {
   if (PyObject* const weak = PyWeakref_NewRef(optimizer.ptr(), nullptr)) {
     return py::reinterpret_steal<py::object>(weak);
   }
-  PyErr_Clear();  // something that only looks like an optimizer
+  PyErr_Clear();  // some wrappers of optimizers support no weak references
   return py::cpp_function([optimizer] { return optimizer; });
 }
 
@@ -140,17 +143,18 @@ int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
       });
 }
 
-// By its id, the key in torch's dict; all that nothing is known of have one number.
+// Returns the slot of the optimizer with this id(), the key in torch's dict. Unknown objects share
+// one slot.
 int64_t number_behind(LossScaleOfPython& self, py::handle id) {
   const auto known = self.find_optimizer(PyLong_AsVoidPtr(id.ptr()));
-  PyErr_Clear();  // of a key that is no address
+  PyErr_Clear();  // PyLong_AsVoidPtr fails if the key is no address
   if (known.has_value()) return *known;
   return self.add_optimizer(
       nullptr, [] { return true; }, [](int64_t) { return std::string(); }, [] { return false; });
 }
 
-// Begins a look at an optimizer, of which torch's dict has `state`, on behalf of an operation of
-// the scaler. Returns the flag to start from; none before there is a scale.
+// Starts an iteration of an optimizer on behalf of a scaler method. `state` is the optimizer's dict
+// in torch's `_per_optimizer_states`. Returns a found_inf of 0, or nullopt if there is no scale.
 OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& operation,
                                const py::dict& attributes, const py::dict& state,
                                const py::object& optimizer) {
@@ -177,8 +181,9 @@ OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& opera
   return self.start_iteration(slot);
 }
 
-// Looks at the gradients of an optimizer, of DTensors at this rank's part, and multiplies them by
-// `inv_scale`, if that is given. Returns a flag by device; none if torch has to do it.
+// Scans the gradients of an optimizer, and multiplies them by `inv_scale` if it is given. Returns a
+// dict of a flag for each device, or None if our kernels do not support a gradient and torch's code
+// has to do it.
 py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
                       const std::vector<py::object>& given, const at::Tensor& found_inf,
                       const OptionalTensor& inv_scale, bool allow_fp16) {
@@ -207,13 +212,14 @@ py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
   return by_device;
 }
 
-// Lets the scale follow what is in the dicts of all optimizers, or sets it, and puts new dicts in
-// their place. Returns what to say of it; none if nothing was looked at, and nothing done.
+// Updates the scale from the flags in the dicts of all optimizers, or sets it to `new_scale`, and
+// replaces the dicts by `next_states`. Returns the log messages, or None if there was nothing to
+// do: no flag, no new scale and no iteration to reset.
 py::object update(LossScaleOfPython& self, py::dict attributes, const py::object& new_scale,
                   const py::object& next_states) {
   std::vector<std::pair<int64_t, at::Tensor>> flags;
   bool had_reset = false;
-  std::unordered_set<const void*> seen;  // of a wrapper and of the optimizer inside
+  std::unordered_set<const void*> seen;  // a wrapper and the optimizer inside it share one dict
   for (const auto& [key, state] : py::dict(attributes["_per_optimizer_states"])) {
     if (!seen.insert(state.ptr()).second) continue;
     std::optional<int64_t> slot;
@@ -225,7 +231,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
       self.states.erase(*slot);
     }
     for (const auto& [device, flag] : py::dict(state["found_inf_per_device"])) {
-      if (!slot.has_value()) slot = number_behind(self, key);  // someone's own way of looking
+      if (!slot.has_value()) slot = number_behind(self, key);  // a user's code has set the flags
       flags.emplace_back(*slot, py::cast<at::Tensor>(flag));
     }
   }
@@ -237,14 +243,15 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
   } else if (!new_scale.is_none()) {
     set = [&, number = py::cast<double>(new_scale)] { self.scale.fill_(number); };
   }
-  if (!flags.empty()) self.make_room();  // other threads may read reports
+  if (!flags.empty()) self.make_room();  // with the GIL, since other threads may read reports
   LogMessages messages;
   {
     const py::gil_scoped_release release;
     const at::NoGradGuard no_grad;
     messages = self.update(flags, set);
   }
-  // Within this call: an interrupt between the two would let the scale follow twice.
+  // The dicts are replaced here and not in Python, because after an interrupt between the two the
+  // next update would count the same flags again.
   attributes["_per_optimizer_states"] = next_states;
   return py::make_tuple(messages.settled, messages.skips, messages.scale_is_too_small);
 }

@@ -1,4 +1,4 @@
-// The tensors in `state` of an optimizer of Python, so that one that was replaced is noticed.
+// A snapshot of the tensors in `optimizer.state`, which detects that a user has replaced one.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@
 
 namespace amp_ext {
 
-// Those of one parameter, of a dict that has nothing else.
+// Converts the state of one parameter, a dict of tensors.
 inline optim::StateMap state_of(const pybind11::dict& tensors) {
   optim::StateMap state;
   for (const auto& [key, tensor] : tensors) {
@@ -21,12 +21,12 @@ inline optim::StateMap state_of(const pybind11::dict& tensors) {
   return state;
 }
 
-// Those that a plan updates. Each step compares them with what `state` has by then: a walk through
-// its dicts, in their order, that looks up nothing and calls nothing.
+// The state tensors that a plan updates. Each step compares them with `optimizer.state`: it walks
+// through the dicts in order, which is fast because it needs no lookups and no calls into Python.
 class StateSnapshot {
  public:
-  // Keeps what `states`, a dict of each parameter's dict, has under these keys. What is no dict
-  // can't be walked, and counts as replaced.
+  // Stores the tensors that `states`, a dict of dicts by parameter, has under `keys`. If `states`
+  // is no dict, unchanged_in() returns false.
   void keep(const pybind11::object& states, const pybind11::set& keys) {
     entries_.clear();
     is_dict_ = PyDict_Check(states.ptr());
@@ -38,12 +38,12 @@ class StateSnapshot {
   }
 
   void clear() {
-    const std::vector<Entry> dropped =
-        std::exchange(entries_, {});  // what ends with them may call this
+    // Empties entries_ before the objects are freed, since a destructor in Python may call clear().
+    const std::vector<Entry> dropped = std::exchange(entries_, {});
     is_dict_ = true;
   }
 
-  // Whether they are still there, each under its key and for its parameter.
+  // Whether all stored tensors are still in `states`, in order, under their parameters and keys.
   bool unchanged_in(const pybind11::object& states) const {
     auto next = entries_.begin();
     visit(states, [&](PyObject* param, PyObject* key, PyObject* value) {
@@ -57,7 +57,7 @@ class StateSnapshot {
 
  private:
   struct Entry {
-    const PyObject* param;  // only where it is: it belongs to others
+    const PyObject* param;  // compared by address only; not owned
     pybind11::object key;
     pybind11::object value;
   };

@@ -1,4 +1,4 @@
-// What the parameters of optimizers keep in their states, and what files have of it.
+// Binds the states of parameters, and the checks and conversions of saved states.
 #include "optimizer/states.h"
 
 #include <pybind11/stl.h>
@@ -45,8 +45,8 @@ auto without_gil(const Function& function) {
   return function();
 }
 
-// Returns the Python number of a number or an array of one element of numpy; other values as they
-// are.
+// Converts a numpy number, or a numpy array with one element, to a Python number. Returns all other
+// values as they are.
 py::object plain_number(py::handle value) {
   auto same = py::reinterpret_borrow<py::object>(value);
   if (!py::hasattr(value, "item") || !py::hasattr(value, "size")) return same;
@@ -55,7 +55,7 @@ py::object plain_number(py::handle value) {
   return has_one ? py::object(value.attr("item")()) : same;
 }
 
-// An entry of a state in a file.
+// Converts an entry of a saved state. Reads the number in a tensor only if it is the step counter.
 optim::SavedValue saved_value(py::handle value, bool is_step) {
   optim::SavedValue saved;
   saved.type = py::cast<std::string>(py::type::of(value).attr("__name__"));
@@ -70,7 +70,7 @@ optim::SavedValue saved_value(py::handle value, bool is_step) {
   saved.text = py::repr(number);
   if (PyFloat_Check(number.ptr()) || PyLong_Check(number.ptr())) {
     saved.number = PyFloat_AsDouble(number.ptr());
-    if (PyErr_Occurred() != nullptr) {  // an int that no double holds
+    if (PyErr_Occurred() != nullptr) {  // the int is larger than any double
       PyErr_Clear();
       saved.number = std::numeric_limits<double>::infinity();
     }

@@ -1,4 +1,4 @@
-// The tensors of a loss scale, what looks and updates do to them, and the words of its reports.
+// Creates, scans, updates and loads the tensors of a loss scale, and words its messages.
 #include "scaler/loss_scale.h"
 
 #include <ATen/core/grad_mode.h>
@@ -20,10 +20,10 @@ namespace amp_ext {
 
 namespace {
 
-// Stands where a look writes the index of the first bad gradient, if ranks have different scales.
-constexpr int64_t kScalesDiffer = kNoTensor - 1;  // of no parameter
+// A value of first_nonfinite that is no index of a parameter: the ranks have different scales.
+constexpr int64_t kScalesDiffer = kNoTensor - 1;
 
-// Undefined if there is none.
+// Returns the tensor on `device`, or an undefined one.
 at::Tensor on_device(const std::vector<at::Tensor>& tensors, const at::Device& device) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() == device) return tensor;
@@ -77,7 +77,8 @@ void LossScale::make(const at::Device& device) {
   if (hyperparameters.hysteresis != 1) {
     hysteresis_tracker = at::full({}, init_hysteresis_tracker, options.dtype(at::kInt));
   }
-  scale = at::full({}, init_scale, options.dtype(at::kFloat));  // last: it tells that all is there
+  // The scale comes last: callers take a defined scale as a sign that all tensors exist.
+  scale = at::full({}, init_scale, options.dtype(at::kFloat));
 }
 
 void LossScale::load(const Entry& entry) {
@@ -87,7 +88,7 @@ void LossScale::load(const Entry& entry) {
   const double backoff_factor = required("backoff_factor").toDouble();
   const int64_t growth_interval = required("growth_interval").toLong();
   const int64_t tracker = required("_growth_tracker").toLong();
-  // torch's scaler has none.
+  // State dicts of torch's scaler have no hysteresis.
   const auto hysteresis = entry("_hysteresis_tracker", /*is_required=*/false);
   const int64_t most = hyperparameters.hysteresis;
 
@@ -120,7 +121,7 @@ int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_alive
 
 const at::Tensor& LossScale::start_iteration(int64_t slot) {
   ReportSlot& report_slot = report_slot_of(slot);
-  if (report_slot.awaits_update) {  // the iteration of the last look was dropped
+  if (report_slot.awaits_update) {  // the last iteration ended without an update
     for (const at::Tensor& first : report_slot.first_nonfinites) first.fill_(kNoTensor);
   }
   report_slot.awaits_update = true;
@@ -202,7 +203,7 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   ScaleState state = {scale, growth_tracker, {}};
   if (hysteresis_tracker.defined()) state.hysteresis_tracker = hysteresis_tracker;
   update_scale(state, rules, reported, monitor_.get());
-  for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // a copy of it was reset
+  for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // the update reset only copies
   for (const auto& flag : flags) report_slot_of(flag.first).awaits_update = false;
 }
 

@@ -1,5 +1,5 @@
-// The loss scale of a gradient scaler: its tensors, how they follow overflows, and what is told of
-// that. The scalers of both languages hold one.
+// The loss scale of a gradient scaler: its tensors, how an update changes them after an overflow,
+// and the statistics of the updates. The GradScalers of Python and of C++ both hold a LossScale.
 #pragma once
 
 #include <ATen/core/Scalar.h>
@@ -22,111 +22,119 @@
 
 namespace amp_ext {
 
-// Gives what errors and reports call the parameter at this index among those of all groups; empty
-// if it is not known.
+// Returns the name of a parameter for errors and reports, for example "group 0, param 3", or an
+// empty string if it is unknown. `index` counts the parameters of all groups in order.
 using NameOf = std::function<std::string(int64_t index)>;
 
-// What there is to say after an update: lines for a log, empty if there is none, and whether to
-// warn of the scale.
+// Messages that an update of the scale produces for the log of the caller.
 struct LogMessages {
-  std::string settled;
-  std::string skips;
-  bool scale_is_too_small = false;
+  std::string settled;  // the scale has settled after the first skipped updates, or empty
+  std::string skips;    // many updates in a row were skipped, or empty
+  bool scale_is_too_small = false;  // true: warn with LossScale::warning_of
 };
 
 // The tensors that an update of the scale writes.
 struct ScaleState {
-  at::Tensor scale, growth_tracker;   // one float32 and one int32
-  OptionalTensor hysteresis_tracker;  // one int32; none with a hysteresis of 1
+  at::Tensor scale, growth_tracker;   // [] float32 and [] int32
+  OptionalTensor hysteresis_tracker;  // [] int32, or nullopt with a hysteresis of 1
 };
 
-// A flag of one look, with what that look has found first, which is reset.
+// The result of one scan of gradients, as an update reads it. The update resets first_nonfinite.
 struct ReportedFlag {
-  at::Tensor found_inf;        // one float32
-  at::Tensor first_nonfinite;  // one int64, or undefined
-  int64_t slot;                // of the report of the optimizer
+  at::Tensor found_inf;        // [] float32, not 0 after an overflow
+  at::Tensor first_nonfinite;  // [] int64, index of the first bad gradient; undefined: not recorded
+  int64_t slot;                // index of the optimizer's report in the monitor
 };
 
-// Lets the scale follow these flags, and reports that to the monitor, unless it is null.
+// Updates the scale: it backs off if a flag is set and may grow if none is. Records the update in
+// the monitor, unless `monitor` is null.
 void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
                   const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor);
 
 class AMP_EXT_API LossScale {
  public:
-  // Options, and what the tensors are made of. Whoever holds the scale may set all of these, and
-  // put other tensors in the place of those that were made.
+  // Options, initial values and tensors. The scaler that owns this object may set them at any time,
+  // and may replace the tensors that make() created, for example after a load.
   LossScaleHyperparameters hyperparameters;
-  int64_t warn_after = 10;       // updates skipped in a row until it is told
-  bool warned_of_scale = false;  // that it is too small: once is enough
+  int64_t warn_after = 10;       // number of updates skipped in a row before a warning
+  bool warned_of_scale = false;  // whether the warning about a too small scale was given already
   double init_scale = 65536.0;
   int64_t init_growth_tracker = 0;
   int64_t init_hysteresis_tracker = 1;
-  at::Tensor scale, growth_tracker;  // one float32 and one int32; undefined until they are made
-  at::Tensor hysteresis_tracker;     // one int32; undefined with a hysteresis of 1
+  at::Tensor scale, growth_tracker;  // [] float32 and [] int32; undefined before make()
+  at::Tensor hysteresis_tracker;     // [] int32; undefined with a hysteresis of 1
 
-  // Makes the tensors, also for use after an inference mode.
+  // Creates the tensors from the initial values. In inference mode it creates normal tensors, so
+  // that they can be written after the mode has ended.
   void make(const at::Device& device);
 
-  // Takes what a state dict says, and all of it or nothing. Limits stay. `entry` gives the number
-  // that stands under a name, and throws if it is required and not there, or not one to take.
+  // Loads a state dict, either all of it or, if `entry` throws, nothing. min_scale and max_scale
+  // stay as they are. `entry` returns the number under a name; it throws if a required entry is
+  // missing or a value is invalid.
   using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
   void load(const Entry& entry);
 
-  // Looks. Optimizers are known by the numbers of their reports.
+  // Scans. Each optimizer is identified by its slot, the index of its report in the monitor.
 
-  // Finds the number of an optimizer, or gives it one. It is known by an address, which is its own
-  // as long as it `is_there`: afterwards it may be that of another one.
+  // Returns the slot of the optimizer at address `key`. A slot whose `is_alive` returns false does
+  // not count: its optimizer was destroyed, and another one may have the same address now.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
-  // A guard of its own may have skipped its last step, which is no overflow.
+  // Returns the slot of an optimizer, which is new if the optimizer is unknown. `guard_has_skipped`
+  // tells whether a NormGuard skipped its last step, since the flags only tell of overflows.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
-  // Forgets what the last look at an optimizer found, if no update has read that. Returns a flag
-  // without an overflow beside the scale, to copy.
+  // Starts an iteration of an optimizer. Drops the result of its last scan if no update has read
+  // it. Returns a found_inf of 0 on the device of the scale, which callers copy and never write.
   const at::Tensor& start_iteration(int64_t slot);
 
-  // Looks at the gradients on one device, one for each parameter (grads_by_device), and multiplies
-  // them by `inv_scale`, if that is given. Returns a copy of `found_inf`, set to 1 after an
-  // overflow.
+  // Scans the gradients on one device, one for each parameter (see grads_by_device). Multiplies
+  // them by `inv_scale` if it is given. Returns a copy of `found_inf`, set to 1 if a gradient is
+  // inf or NaN.
   at::Tensor scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                   const OptionalTensor& inv_scale);
 
-  // One int64 on a device, which a look lowers to the index of the first bad gradient. All
-  // parameters of all groups are counted, also those without a gradient.
+  // Returns the [] int64 on `device` that a scan lowers to the index of the first gradient with inf
+  // or NaN. The index counts the parameters of all groups, also those without a gradient.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
-  // Takes those of an optimizer that has looked by itself.
+  // Replaces the tensors of first_nonfinite by those of an optimizer that scanned its own
+  // gradients, one for each device.
   void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
-  // Lets the scales of ranks that take part in a look differ, where `differ`, a bool, is true.
+  // Records that the ranks of a scan have different scales, if `differ`, [] bool on any device, is
+  // true. The next check_scales() throws then.
   void note_different_scales(int64_t slot, const at::Device& device, const at::Tensor& differ);
 
   // Updates.
 
-  // Makes room for the reports of the next update; needs no call but where others read meanwhile.
+  // Allocates the reports that the next update writes. update() does so itself: call it before only
+  // if other threads may read reports while update() runs.
   void make_room();
 
-  // Lets the scale follow the looks of an iteration, all on the device, or only counts them where
-  // the caller has something that will `set` it. A flag is found_inf of an optimizer on one device.
-  // Returns what to say of the last finished update. Nothing is said twice.
+  // Updates the scale from the flags of an iteration, pairs of an optimizer's slot and its
+  // found_inf on one device, without waiting for the device. If `set` is not null, calls it to set
+  // the scale, and the flags only count in the statistics. Returns new messages, each once, about
+  // the last update that the device has finished.
   LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
                      const std::function<void()>& set);
 
-  // Whether to warn of this scale, whose inverse is not finite; and the words, with the scale as
-  // the language writes it.
+  // Returns true, once, if the scale is so small that its inverse is not finite in float32.
   bool must_warn_of(double value);
+  // Returns the text of that warning. `value` is the scale as Python or C++ prints it.
   static std::string warning_of(const std::string& value);
 
-  // Throws, once for each update, if it found that ranks had different scales.
+  // Throws, once per update, if the update found different scales on different ranks.
   void check_scales();
 
-  // Answers, as of the last update that the device has finished. They never wait.
+  // Statistics, as of the last update that the device has finished. Reading them never waits.
 
-  // Whether the step of an optimizer, or of any, was skipped; none if there was none.
+  // Whether the last step of the optimizer in `slot`, or with nullopt of any optimizer, was
+  // skipped; nullopt if there was no step.
   std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
-  // `initial_scale` is that before the first update.
+  // `initial_scale` is the scale to report before the first update.
   ScalerStats stats(double initial_scale) const;
   ScaleHistory history() const;
 
@@ -136,8 +144,8 @@ class AMP_EXT_API LossScale {
     std::function<bool()> is_alive;
     NameOf name_of;
     std::function<bool()> guard_has_skipped;
-    std::vector<at::Tensor> first_nonfinites = {};  // one for each device
-    bool awaits_update = false;  // whether no update has read and reset them since a look
+    std::vector<at::Tensor> first_nonfinites = {};  // [] int64, one for each device
+    bool awaits_update = false;  // a scan may have written first_nonfinites since the last update
   };
 
   const ReportSlot& report_slot_of(int64_t slot) const {
@@ -150,10 +158,10 @@ class AMP_EXT_API LossScale {
 
   std::deque<ReportSlot> report_slots_;  // by slot
   std::unique_ptr<ScalerMonitor> monitor_;
-  at::Tensor no_overflow_;  // one float32 of 0, which nobody writes
+  at::Tensor no_overflow_;  // [] float32, always 0
   bool warned_of_settling_ = false;
   bool warned_of_skips_ = false;
-  int64_t warned_of_different_scales_ = 0;  // the last such update
+  int64_t warned_of_different_scales_ = 0;  // number of the last update that check_scales reported
 };
 
 }  // namespace amp_ext

@@ -1,4 +1,5 @@
-// What a scaler refuses, and what an exception leaves of an iteration.
+// Checks that gradients are still scaled, or were all unscaled, and tracks whether an exception has
+// interrupted the iteration.
 #include "scaler/scaled_iteration.h"
 
 #include <ATen/ops/empty.h>
@@ -122,10 +123,10 @@ std::vector<at::Tensor> ScaledIteration::scan(LossScale& loss_scale, const Grads
     for (const auto& on_device : grads) {
       flags.push_back(loss_scale.scan(slot, on_device.second, found_inf, inv_scale));
     }
-  } catch (const c10::AcceleratorError&) {  // a launch was refused, perhaps after others
+  } catch (const c10::AcceleratorError&) {  // earlier launches may have written gradients
     throw;
   } catch (...) {
-    if (inv_scale.has_value() && flags.empty()) forget_unscaling();  // nothing has been written
+    if (inv_scale.has_value() && flags.empty()) forget_unscaling();  // no gradient was written
     throw;
   }
   return flags;

@@ -1,4 +1,5 @@
-// What a scaler knows of an optimizer from its first look to the update. Both languages go by it.
+// The iteration of one optimizer, from the scaler's first scan of its gradients to the update. The
+// GradScalers of Python and of C++ share these checks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,85 +18,83 @@
 
 namespace amp_ext {
 
-// A parameter, by what its owner knows it by, and its gradient, undefined where there is none: of a
-// sparse one the values, of a sharded one this rank's part. A write that torch counts changes the
-// version.
+// A parameter with its gradient.
 struct ParamGrad {
-  const void* param;
-  at::Tensor grad;
-  int64_t version = 0;
+  const void* param;    // identity of the parameter: a TensorImpl* or a PyObject*
+  at::Tensor grad;      // the values of a sparse gradient, or the local shard; may be undefined
+  int64_t version = 0;  // the gradient's version counter, which in-place writes increase
 };
 
 using GradsByDevice = std::vector<std::pair<at::Device, TensorList>>;
 
-// For each device that holds a gradient a tensor for every parameter, so that its index tells which
-// it is: the gradient, the values of a sparse one, or an empty tensor in place of another device's.
-// `grads` has an undefined tensor where there is none. Throws if one is complex, or of float16
-// where that is not allowed. A sparse one of float16 is coalesced: the sum of entries may overflow
-// where none of them does.
+// Sorts gradients by device. Each device gets a list with one tensor per parameter, so that indices
+// remain those of the parameters: the gradient, the values of a sparse gradient, or an empty tensor
+// if the gradient is undefined or on another device. Sparse float16 gradients are coalesced first,
+// since a sum of finite entries may overflow.
+//
+// Throws if a gradient is complex, or if it is float16 and `allow_fp16` is false.
 AMP_EXT_API GradsByDevice grads_by_device(const TensorList& params, TensorList grads,
                                           bool allow_fp16, const NameOf& name_of);
 
 class AMP_EXT_API ScaledIteration {
  public:
-  // Of the optimizer with this number in the reports of a loss scale.
   ScaledIteration(int64_t slot, NameOf name_of) : slot(slot), name_of(std::move(name_of)) {}
 
-  int64_t slot;
-  NameOf name_of;
-  // Whether an exception came when gradients or parameters may have been written: only an update
-  // goes on from there. Who steps an optimizer of others says so, since nobody sees how far it
-  // comes.
+  int64_t slot;    // index of the optimizer's report, see LossScale::add_optimizer
+  NameOf name_of;  // returns the name of a parameter by its index
+  // True if an exception may have left gradients or parameters partly written. Only update() is
+  // allowed then. Before it steps an optimizer that is not ours, the scaler sets this to true and
+  // resets it after the step, since it can't see how far a failed step came.
   bool needs_reset = false;
 
-  // Throws on behalf of an operation of the scaler if the iteration is spent.
+  // Throws on behalf of a scaler method if needs_reset is true.
   void check_needs_no_reset(const std::string& operation) const;
 
-  // Throws if one of these gradients was unscaled as that of another optimizer, which has its
-  // parameter, too.
+  // Throws if one of the gradients was already unscaled together with another optimizer, which has
+  // the same parameter.
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
-  // Throws if a gradient came where none was unscaled, or was written or replaced after a loss had
-  // been scaled.
+  // Throws if a gradient may carry the scale although unscale_() was called: it did not exist then,
+  // or it was written or replaced after the next loss was scaled.
   void check_unscaled(const std::vector<ParamGrad>& grads) const;
 
-  // A loss is scaled: what is written or replaced from here on may carry the scale. Where the
-  // optimizer `has_stepped`, all gradients may be new.
+  // Notes that the scaler scales a loss: gradients that are written or replaced from now on may
+  // carry the scale. If the optimizer `has_stepped`, all of its gradients may be new.
   void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
-  // These gradients are to be unscaled. The iteration is spent until all of them are, and whoever
-  // unscales them has noted it.
+  // Remembers the gradients that are about to be unscaled, and sets needs_reset. The caller resets
+  // it once all of them are unscaled.
   void begin_unscaling(const std::vector<ParamGrad>& grads);
-  // What was begun has left the gradients as they were.
+  // Undoes begin_unscaling if no gradient was written.
   void forget_unscaling();
 
-  // Looks at gradients, and multiplies them by `inv_scale`, if that is given. Returns for each
-  // device a copy of `found_inf`, set to 1 after an overflow.
+  // Scans gradients, and multiplies them by `inv_scale` if it is given. Returns for each device a
+  // copy of `found_inf`, set to 1 if a gradient is inf or NaN.
   std::vector<at::Tensor> scan(LossScale& loss_scale, const GradsByDevice& grads,
                                const at::Tensor& found_inf, const OptionalTensor& inv_scale);
 
  private:
-  // A gradient that was unscaled.
+  // A gradient that was unscaled, as it was at that time.
   struct Entry {
-    std::optional<SeenTensor> grad;
-    int64_t offset = 0;
+    std::optional<SeenTensor> grad;  // its storage and version, or nullopt if it has no storage
+    int64_t offset = 0;              // its offset in the storage
 
     void see(const ParamGrad& each);
     bool has_place_of(const ParamGrad& each) const;
     bool is(const ParamGrad& each) const;
   };
 
-  // The index of the first parameter with a gradient of which the predicate is true, whose entry it
-  // gets, or null.
+  // Returns the index of the first parameter that has a gradient and for which predicate(entry,
+  // param) is true. `entry` is null if the gradient was not unscaled.
   template <typename Predicate>
   std::optional<int64_t> first(const std::vector<ParamGrad>& params,
                                const Predicate& predicate) const;
 
   std::unordered_map<const void*, Entry> unscaled_;  // by parameter
   bool is_unscaled_ = false;
-  bool loss_was_scaled_ = false;  // since then
+  bool loss_was_scaled_ = false;  // whether a loss was scaled after the gradients were unscaled
 };
 
 }  // namespace amp_ext

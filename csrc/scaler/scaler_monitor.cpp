@@ -1,4 +1,4 @@
-// Keeps the reports of a scaler and reads their mirrors without waiting.
+// Allocates the reports of a scaler and reads their mirrors without waiting.
 #include "scaler/scaler_monitor.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace amp_ext {
 
 namespace {
 
-constexpr int64_t kFirstRoom = 8;  // optimizers
+constexpr int64_t kFirstRoom = 8;  // initial capacity, in optimizers
 
 }  // namespace
 
@@ -22,7 +22,7 @@ ScalerMonitor::ScalerMonitor(at::Device device)
       mirror_(bytes_on_host(device, sizeof(ScalerReport))),
       optimizers_(bytes_on_device(device, kFirstRoom * sizeof(OptimizerReport))),
       optimizers_mirror_(bytes_on_host(device, kFirstRoom * sizeof(OptimizerReport))) {
-  const ScalerReport blank;  // not all of it is zero
+  const ScalerReport blank;  // some fields start at -1
   std::memcpy(mirror_.mutable_data_ptr(), &blank, sizeof blank);
   report_.copy_(mirror_, /*non_blocking=*/true);
 }
@@ -37,7 +37,8 @@ int64_t ScalerMonitor::add_optimizer() {
     const at::Tensor larger_mirror = bytes_on_host(device_, 2 * size);
     std::memcpy(larger_mirror.mutable_data_ptr(), optimizers_mirror_.const_data_ptr(),
                 static_cast<size_t>(size));
-    retired_.push_back(optimizers_);  // a captured graph writes both as long as it is replayed
+    // A captured CUDA graph writes to the old tensors whenever it is replayed, so they must live.
+    retired_.push_back(optimizers_);
     retired_.push_back(optimizers_mirror_);
     optimizers_ = larger;
     optimizers_mirror_ = larger_mirror;

@@ -1,4 +1,5 @@
-// What a scaler tells of its updates, kept on its device and mirrored in host memory.
+// The reports of a scaler's updates. Kernels write them on the device and copy them to a mirror in
+// host memory, so that the host can read them without waiting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,15 @@
 
 namespace amp_ext {
 
-// The last updates, oldest first: the scale that each step had, and whether it was skipped.
+// The most recent updates of the scale, oldest first.
 struct ScaleHistory {
-  int64_t first_update;  // number of the first one
-  std::vector<double> scales;
-  std::vector<bool> skipped;
+  int64_t first_update;        // number of the oldest update in the lists; the very first is 1
+  std::vector<double> scales;  // scale of the gradients that each update counted
+  std::vector<bool> skipped;   // whether each update found an overflow
 };
 
-// Reads never wait: they tell of the last update that the device has finished.
+// Holds the reports of one scaler. Reads never wait: they return the state after the last update
+// that the device has finished.
 class AMP_EXT_API ScalerMonitor {
  public:
   explicit ScalerMonitor(at::Device device);
@@ -26,7 +28,7 @@ class AMP_EXT_API ScalerMonitor {
   ScalerMonitor(const ScalerMonitor&) = delete;
   ScalerMonitor& operator=(const ScalerMonitor&) = delete;
 
-  // Makes room for the report of another optimizer and returns its number.
+  // Allocates a report for another optimizer and returns its slot.
   int64_t add_optimizer();
   int64_t number_of_optimizers() const { return number_of_optimizers_; }
 
@@ -38,11 +40,11 @@ class AMP_EXT_API ScalerMonitor {
 
  private:
   at::Device device_;
-  at::Tensor report_;      // bytes of a ScalerReport
-  at::Tensor mirror_;      // likewise, in host memory
-  at::Tensor optimizers_;  // bytes of OptimizerReports, with room to spare
-  at::Tensor optimizers_mirror_;
-  std::vector<at::Tensor> retired_;  // smaller mirrors, which a running update may still write
+  at::Tensor report_;                // bytes of a ScalerReport, on the device
+  at::Tensor mirror_;                // copy of report_ in host memory
+  at::Tensor optimizers_;            // bytes of OptimizerReports on the device, with spare capacity
+  at::Tensor optimizers_mirror_;     // copy of optimizers_ in host memory
+  std::vector<at::Tensor> retired_;  // outgrown buffers that updates may still write
   int64_t number_of_optimizers_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// One row for each number of a scaler or a guard.
+// The table of the valid ranges of GradScaler and NormGuard numbers.
 #include "scaler/scaler_ranges.h"
 
 #include <c10/util/Exception.h>
@@ -13,21 +13,22 @@ namespace {
 
 constexpr double kLargestFloat = std::numeric_limits<float>::max();
 constexpr double kLargestInt32 = std::numeric_limits<int32_t>::max();
-constexpr double kLargestInt64 = 0x1p63;  // as double has it
+constexpr double kLargestInt64 = 0x1p63;  // 2^63 - 1 rounded to double
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kEpsilon = std::numeric_limits<double>::epsilon();
 constexpr double kLargest = std::numeric_limits<double>::max();
-constexpr double kLeast = std::numeric_limits<double>::denorm_min();  // above 0
+constexpr double kLeast = std::numeric_limits<double>::denorm_min();  // smallest number above 0
 
 struct Range {
   const char* name;
-  double least, largest;  // both included
+  double least, largest;  // smallest and largest valid value
   bool is_int;
-  const char* words;
+  const char* words;  // the range as errors print it
 };
 
 constexpr const char* kCountWords = "an int from 0 to 9.22e+18";
-constexpr const char* kScaleWords = "a number from 0 to 3.4e+38";  // 0 is where backoffs may end
+// A scale of 0 is valid, since repeated backoffs may end there.
+constexpr const char* kScaleWords = "a number from 0 to 3.4e+38";
 
 constexpr Range kRanges[] = {
     {"init_scale", 0.0, kLargestFloat, false, kScaleWords},

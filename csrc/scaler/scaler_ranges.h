@@ -1,5 +1,5 @@
-// The ranges of all that a gradient scaler or a guard of norms is set to: options, new scales,
-// entries of state dicts.
+// The valid ranges of all numbers that users give a GradScaler or a NormGuard: options, new scales
+// and entries of state dicts.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -8,9 +8,9 @@
 
 namespace amp_ext {
 
-// What a number of a scaler or a guard must be, in words, if `value` is not; empty if it is. `name`
-// is that of an option, of an entry of a state dict, or "new_scale"; for what is no number `value`
-// is NaN.
+// Returns an empty string if `value` is in the range of `name`, and else the range in words, for
+// example "a finite number above 1". `name` is an option, an entry of a state dict or "new_scale".
+// Callers pass NaN as the value of anything that is not a number.
 AMP_EXT_API std::string wanted_of_scaler(const std::string& name, double value);
 
 }  // namespace amp_ext
