@@ -1,30 +1,30 @@
-# Types of the compiled module; what the functions do stands in amp_ext.ops.
+# Types of the compiled module. amp_ext.ops documents the functions.
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-class OptionDescription:  # of an option of the groups of an optimizer
+class OptionDescription:  # an option of a parameter group
     name: str
-    type: str  # a key of the types in amp_ext.optim.options
-    wanted: str  # what it must be, in words, its range aside
-    count: int  # of its numbers, if it is a tuple of them
+    type: str  # name of the type, such as "number", "numbers" or "flag"
+    wanted: str  # the type in words, for errors; without the valid range
+    count: int  # length of the tuple, for the type "numbers"
     on_load: str  # "required", "off if missing", "kept if missing" or "kept"
-    is_read: bool  # by steps
+    is_read: bool  # False for options of torch that have no effect here
 
 class BufferDescription:
     name: str
     role: str
-    dither_stride: int  # 0: it is never dithered
-    code: str  # of 8 bits, that it may take, as "q8h"; empty: none
+    dither_stride: int  # selects the dither pattern; 0: the buffer is rounded to nearest
+    code: str  # name of its 8-bit format, such as "q8h"; empty if it has none
 
 class OptimizerDescription:
-    operation: str  # over lists
-    fields: tuple[str, ...]  # its hyperparameters
+    operation: str  # name of the operation over lists, such as "adam_"
+    fields: tuple[str, ...]  # names of the hyperparameters
     buffers: tuple[BufferDescription, ...]
     options: tuple[OptionDescription, ...]
-    # What messages say, with "%s" for the name of an option; and what makes the text of a value.
+    # `where` begins the errors, with "%s" for the option; `shown` converts a value to text.
     def check_options(
         self, options: dict[str, Any], where: str, shown: Callable[[Any], str]
     ) -> None: ...
@@ -79,7 +79,7 @@ class LossScale:
     ) -> tuple[int, int, int, int, float, float, float, str | None]: ...
     def history(self) -> tuple[int, list[float], list[bool]]: ...
 
-class NormStatistics:  # by which a guard judges norms
+class NormStatistics:  # mean and deviation of gradient norms, by which a NormGuard skips or clips
     def __init__(
         self,
         sigma_factor: float,
@@ -91,25 +91,25 @@ class NormStatistics:  # by which a guard judges norms
     ) -> None: ...
     def state(self, wait: bool) -> dict[str, Any]: ...
     def load(self, state: dict[str, Any]) -> None: ...
-    def limits(self, wait: bool) -> tuple[float, float]: ...  # deviation, limit
+    def limits(self, wait: bool) -> tuple[float, float]: ...  # (deviation, limit) of the norm
     def last_step_skipped(self, wait: bool) -> bool: ...
     def history(self, wait: bool) -> tuple[int, list[float], list[bool]]: ...
     def must_warn(self) -> bool: ...
     @staticmethod
     def warning() -> str: ...
 
-class InspectedStep:  # what the trial of a step has found
-    sums: Tensor  # [params, sums] float64; those of rank's parts can be combined
-    # Whether the step is skipped; and of each parameter with a gradient its place, (group, index),
-    # and its numbers in the order of amp_ext.optim.inspection.ParamInspection.
+class InspectedStep:  # the result of a trial step, which wrote nothing
+    sums: Tensor  # [params, sums] float64, of the local shards; combined over ranks by the caller
+    # Returns whether the step is skipped; and for each parameter with a gradient (group, index) and
+    # the fields of amp_ext.optim.inspection.ParamInspection.
     def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
 
-class Plan:  # what an optimizer knows of its parameters and states, as long as it lives
-    grad_norm: Tensor | None  # of all gradients at the last step
-    grad_norms: Tensor | None  # of each
-    step_applied: Tensor | None  # whether the last step was taken, while landings are followed
-    failure: str  # how far the step came that failed; empty if none has
-    note_of_failure: str  # with what to do
+class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
+    grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
+    grad_norms: Tensor | None  # [params] float32, norm of each gradient at the last step
+    step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
+    failure: str  # how many parameters the last failed step updated; empty if no step failed
+    note_of_failure: str  # `failure`, and how to go on
     def __init__(
         self,
         optimizer: str,
@@ -127,22 +127,23 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
     def set_guard(self, guard: NormStatistics | None) -> None: ...
     tracks_grad_norms: bool
     def wants_norm(self, max_grad_norm: float | None) -> bool: ...
-    # For each parameter its group, its index there, itself, its partition if it is sharded, and
-    # where its first element stands in the whole.
+    # A row is (group, index in the group, parameter, partition or None if it is not sharded, offset
+    # of the local shard's first element in the unsharded parameter).
     def register_params(
         self,
         optimizer: Any,
         operation: str,
         rows: Sequence[tuple[int, int, Tensor, int | None, int]],
     ) -> None: ...
-    # All of these None if the parameters are to be listed anew.
+    # scan(), inspect(), step() and the methods between return None if parameters or options have
+    # changed: the caller registers the parameters and calls again.
     def scan(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
     ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | None: ...
     def scan_without_recording(
         self, step_plan: Any, optimizer: Any, grad_scale: Tensor | None
     ) -> list[tuple[Tensor, None, int, Tensor | None, Tensor | None]] | None: ...
-    def inspect(  # False if it wants the sum of squares
+    def inspect(  # returns False if it needs sum_of_squares over all ranks
         self,
         step_plan: Any,
         optimizer: Any,
@@ -152,7 +153,7 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
         is_in_step: bool,
     ) -> InspectedStep | bool | None: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | None: ...
-    def step(  # False if it wants the sums of squares
+    def step(  # returns False if it needs the sums of squares over all ranks, True after the step
         self,
         step_plan: Any,
         optimizer: Any,
@@ -163,11 +164,11 @@ class Plan:  # what an optimizer knows of its parameters and states, as long as 
         squares_of_params: Tensor | None,
     ) -> bool | None: ...
 
-class WeightAverages:  # of the parameters of an optimizer
+class WeightAverages:  # averages of the weights of one optimizer
     averages: list[Tensor]
-    counters: Tensor | None  # steps that have landed, averages taken
-    listings: int  # of parameters that differ from those before
-    joined: list[int]  # of these since the last step, the indices
+    counters: Tensor | None  # [2] int64: steps applied, averages taken
+    listings: int  # number of times that the registered parameters changed
+    joined: list[int]  # indices of the parameters that were registered after the last step
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype
     ) -> None: ...
@@ -181,12 +182,12 @@ class WeightAverages:  # of the parameters of an optimizer
         joined: Sequence[int],
     ) -> None: ...
 
-class ParamRef:  # a parameter, and where it is listed
+class ParamRef:  # a parameter with its group and its index in the group
     def __init__(
         self, unsharded: Tensor, local: Tensor, group: int, index: int, shards_whole_rows: bool
     ) -> None: ...
 
-class StateSpec:  # what a group lets its parameters keep
+class StateSpec:  # which states the parameters of a group have, and in which formats
     optimizer: str
     names: list[str]
     keeps_step: bool
@@ -203,7 +204,7 @@ class StateSpec:  # what a group lets its parameters keep
     def blocks_in(self, saved: dict[str, Any]) -> list[tuple[str, str, list[str]]]: ...
     def loaded_state(self, param: ParamRef, saved: dict[str, Any]) -> dict[str, Tensor]: ...
 
-# Functions, whose signatures stand in amp_ext.ops, and the descriptions of optimizers.
+# All functions, whose signatures are in amp_ext.ops, and the descriptions of the optimizers.
 def __getattr__(name: str) -> Any: ...
 
 MASTER_KEYS: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Brings the scaler and the optimizers into libraries that own the training loop.
+"""Uses the scaler and the optimizers in libraries that have their own training loop.
 
-One module for each library, which imports it: :mod:`amp_ext.integrations.accelerate` (for
+Each library has one module, which imports it: :mod:`amp_ext.integrations.accelerate` (for
 Transformers too), :mod:`amp_ext.integrations.lightning`, :mod:`amp_ext.integrations.timm`.
 """
 
@@ -15,13 +15,13 @@ __all__ = ["import_client"]
 
 
 def import_client(module: str, *, at_least: str, below: str, instead: str = "") -> Any:
-    """Imports a module of a library, if the library is of a version that is known to work.
+    """Imports a module of a library, if the library has a version that is known to work.
 
     Args:
-        module: Name of the module; the library is its first part.
-        at_least: Oldest version that will do.
-        below: First version that will not.
-        instead: What the error says after the line to type.
+        module: Name of the module; its first part is the name of the library.
+        at_least: Oldest supported version.
+        below: First version that is not supported.
+        instead: Text to append to the error, after the command that installs the library.
 
     Returns:
         The module.
@@ -45,6 +45,6 @@ def import_client(module: str, *, at_least: str, below: str, instead: str = "") 
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Returns the release numbers of a version: 2, 6 and 6 of 2.6.6.dev1."""
+    """Returns the release numbers of a version: (2, 6, 6) for "2.6.6.dev1"."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,4 +1,4 @@
-"""Accelerate, and the Trainer of Transformers, which trains through it."""
+"""Uses the scaler in Accelerate, and in the Trainer of Transformers, which is built on it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Other types of distribution scale the loss or shard the gradients by themselves.
+# Values of accelerator.distributed_type. Other types, such as FSDP, have scalers of their own.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 class PreparedOptimizer(_AcceleratedOptimizer):
-    """An optimizer as ``accelerator.prepare`` returns it after :func:`use_scaler`."""
+    """The optimizer that ``accelerator.prepare`` returns after :func:`use_scaler`."""
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped; asks the scaler where the optimizer skips by itself.
+        """True if the last step was skipped; waits for the GPU if the optimizer is fused.
 
-        Accelerate takes a step for done when ``optimizer.step`` was called. Fused optimizers, ours
-        and torch's, are called at every step and skip on the device. Waits for a GPU then.
+        Accelerate's own class assumes that a call of ``optimizer.step`` was not skipped. Fused
+        optimizers, ours and torch's, are always called and skip on the device: ask the scaler.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return bool(self.scaler.last_step_skipped(self.optimizer, wait=True))
@@ -37,32 +37,32 @@ class PreparedOptimizer(_AcceleratedOptimizer):
 
 
 def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler:
-    """Makes an accelerator scale the loss with our scaler, and see the steps that it skips.
+    """Makes an accelerator scale the loss with our scaler, and notice the steps that it skips.
 
-    For Transformers: ``use_scaler(trainer.accelerator)``, before ``trainer.train()``. On the CPU it
-    switches on float16 autocast too, which Accelerate leaves to GPUs. Float16 gradients stay scaled
-    where ``accelerator.clip_grad_norm_`` only measures their norm, with a limit of inf, as the
-    Trainer of Transformers does at each step that it does not clip: an optimizer of ours unscales
-    them inside its step. ::
+    With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On the
+    CPU, this enables float16 autocast too, which Accelerate only enables on GPUs.
+    ``accelerator.clip_grad_norm_`` with a limit of inf, which Transformers calls in steps without
+    clipping, only measures the norm and leaves float16 gradients scaled: our optimizers unscale
+    them inside their step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
 
     Args:
-        accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="fp16"`` that has prepared
-            no optimizer yet.
-        scaler: A scaler of ours; by default one with the numbers of the accelerator's
-            ``GradScalerKwargs``.
+        accelerator: An ``accelerate.Accelerator`` with ``mixed_precision="fp16"`` that has not
+            prepared an optimizer yet.
+        scaler: An :class:`amp_ext.GradScaler`; by default a new one with the options of the
+            accelerator's ``GradScalerKwargs``.
 
     Returns:
         The scaler.
 
     Raises:
-        TypeError: If the scaler is not ours.
-        ValueError: If the accelerator trains with another precision, or distributed in a way that
-            brings a scaler of its own (FSDP, DeepSpeed, Megatron-LM).
-        RuntimeError: If the accelerator has prepared an optimizer already.
+        TypeError: If the scaler is not an :class:`amp_ext.GradScaler`.
+        ValueError: If the accelerator has another precision, or a type of distribution with its own
+            scaler (FSDP, DeepSpeed, Megatron-LM).
+        RuntimeError: If the accelerator has already prepared an optimizer.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(
@@ -89,7 +89,7 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
         numbers = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         scaler = GradScaler(device, **numbers)
     accelerator.scaler = scaler
-    # Functions of the module, so that an accelerator can be pickled and copied.
+    # Uses functions of this module, not closures, so that accelerators can be pickled and copied.
     accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm_, accelerator)
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.native_amp = True
@@ -97,7 +97,7 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
 
 
 def _prepare_optimizer(accelerator: Any, *arguments: Any, **options: Any) -> Any:
-    """Prepares an optimizer as the class of the accelerator does, and returns one of ours."""
+    """Prepares an optimizer as Accelerate does, and returns it as a :class:`PreparedOptimizer`."""
     prepared = type(accelerator).prepare_optimizer(accelerator, *arguments, **options)
     if type(prepared) is _AcceleratedOptimizer:
         prepared.__class__ = PreparedOptimizer
@@ -112,7 +112,7 @@ def _clip_grad_norm_(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Clips as the class of the accelerator does, but only measures float16 gradients."""
+    """Clips as Accelerate does, but with a limit of inf only measures float16 gradients."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:

@@ -1,7 +1,7 @@
-"""Lightning: precision plugins for its Trainer and its Fabric.
+"""Precision plugins for Lightning's Trainer and Fabric.
 
-Both plugins have the constructor of Lightning's own. A checkpoint of the Trainer names its plugin.
-Ours has the same name, so a checkpoint of either can be resumed under the other.
+Both plugins have the same constructor arguments as Lightning's own. They also have the same class
+name, which the Trainer saves, so checkpoints can be resumed with Lightning's plugin or with ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
 
-# The package pytorch_lightning is the same library, but its Trainer takes no plugins of lightning.
+# The package pytorch_lightning is the same library, but its Trainer refuses plugins of lightning.
 _IN_PYTORCH_LIGHTNING = (
     "; for pytorch_lightning, whose Trainer refuses plugins of lightning, write "
     'pytorch_lightning.plugins.MixedPrecision("16-mixed", "cuda", '
@@ -33,9 +33,9 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision"]
 class MixedPrecision(_TrainerPlugin):
     """``lightning.pytorch.plugins.MixedPrecision`` with our scaler, which clips for any optimizer.
 
-    Lightning's own plugin refuses ``gradient_clip_val`` with optimizers that unscale inside their
-    step, as ours and torch's fused ones do. This plugin unscales their gradients before it clips,
-    and the step does not unscale them again. ::
+    Lightning's plugin refuses ``gradient_clip_val`` with optimizers that unscale gradients inside
+    their step, such as ours and torch's fused ones. This plugin unscales the gradients before it
+    clips them, and the step does not unscale them again. ::
 
         Trainer(plugins=[MixedPrecision()], gradient_clip_val=1.0)
 
@@ -51,7 +51,7 @@ class MixedPrecision(_TrainerPlugin):
     def __init__(
         self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
     ) -> None:
-        """Makes the scaler, if none is given."""
+        """Creates a scaler if none is given."""
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def clip_gradients(
@@ -61,9 +61,9 @@ class MixedPrecision(_TrainerPlugin):
 
         Args:
             optimizer: The optimizer, or Lightning's wrapper around it.
-            clip_val: Largest norm or value; 0 clips nothing.
-            *options: The algorithm, for Lightning.
-            **named: Likewise.
+            clip_val: Largest norm or value; 0 disables clipping.
+            *options: Positional arguments for Lightning, such as the algorithm.
+            **named: Keyword arguments for Lightning.
         """
         if clip_val > 0 and getattr(optimizer, "_step_supports_amp_scaling", False):
             _unscale_once(self.scaler, optimizer)
@@ -73,8 +73,8 @@ class MixedPrecision(_TrainerPlugin):
 class FabricMixedPrecision(_FabricPlugin):
     """``lightning.fabric.plugins.MixedPrecision`` with our scaler, which clips for any optimizer.
 
-    ``fabric.clip_gradients(..., error_if_nonfinite=False)`` leaves an overflow to the scaler, which
-    skips the step; by default Fabric raises instead. ::
+    Clip by ``fabric.clip_gradients(..., error_if_nonfinite=False)``, so that the scaler can skip
+    the step after an overflow; by default Fabric raises an error. ::
 
         Fabric(plugins=[FabricMixedPrecision()])
 
@@ -90,11 +90,11 @@ class FabricMixedPrecision(_FabricPlugin):
     def __init__(
         self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
     ) -> None:
-        """Makes the scaler, if none is given."""
+        """Creates a scaler if none is given."""
         super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscales the gradients of an optimizer, before they are clipped.
+        """Unscales the gradients of an optimizer before Fabric clips them.
 
         Args:
             optimizer: The optimizer.
@@ -107,8 +107,8 @@ def _scaler_for(precision: str, device: str, scaler: Any) -> Any:
 
 
 def _unscale_once(scaler: Any, optimizer: Any) -> None:
-    """Unscales gradients that are still scaled."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # the scaler knows the inner one
+    """Unscales the gradients of an optimizer, unless they were unscaled since the last update."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Lightning's optimizer
     if scaler is None or not scaler.is_enabled():
         return
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:

@@ -1,4 +1,4 @@
-"""timm: its loss scaler with ours inside, and our optimizers in its registry."""
+"""Uses our scaler in timm's loss scaler, and adds our optimizers to timm's registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _factory = import_client("timm.optim._optim_factory", at_least="1.0.12", below="
 
 __all__ = ["NativeScaler", "register_optimizers"]
 
-# Our classes by timm's names.
+# The names of timm's optimizers, with our classes for them.
 _OPTIMIZERS = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,
@@ -24,7 +24,7 @@ _OPTIMIZERS = {
 
 
 class NativeScaler(_NativeScaler):
-    """``timm.utils.NativeScaler`` with our scaler: the same call and the same state dict.
+    """``timm.utils.NativeScaler`` with our scaler, and the same methods and state dict.
 
     Args:
         device: Type of the device that trains: "cuda" or "cpu".
@@ -32,15 +32,16 @@ class NativeScaler(_NativeScaler):
     """
 
     def __init__(self, device: str = "cuda", scaler: GradScaler | None = None) -> None:
-        """Makes the scaler, if none is given."""
+        """Creates a scaler if none is given."""
         self._scaler = GradScaler(device) if scaler is None else scaler
 
 
 def register_optimizers() -> None:
     """Adds our optimizers to timm's: ``create_optimizer_v2(model, opt="ampadamw")``.
 
-    "ampadam", "ampadamw", "ampsgd" and "ampmomentum" take the place of those without "amp", with
-    their defaults: timm's "sgd" has Nesterov momentum. A second call changes nothing.
+    "ampadam", "ampadamw", "ampsgd" and "ampmomentum" replace timm's optimizers without "amp" in
+    their names, and have the same defaults. For example, "ampsgd" has Nesterov momentum, as timm's
+    "sgd" has. A second call changes nothing.
     """
     registry = _factory.default_registry
     for name, our_class in _OPTIMIZERS.items():

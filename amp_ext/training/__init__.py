@@ -1,4 +1,4 @@
-"""Mixed-precision training in one call a batch, and which precision pays."""
+"""Trains models in mixed precision with one call per batch, and helps to choose a precision."""
 
 from amp_ext.training.benchmark import PrecisionBenchmark, PrecisionTiming, benchmark_precision
 from amp_ext.training.config import MixedPrecisionConfig

@@ -1,4 +1,4 @@
-"""Time, throughput and memory of a model's training step in each precision."""
+"""Measures the time, throughput and memory of a model's training step in each precision."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PrecisionTiming:
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
-        seconds_per_step: Of a whole training step: forward, backward, optimizer; the median of
-            three runs. None if the precision failed.
-        samples_per_second: None also if the inputs do not tell how many samples they are.
-        peak_memory_bytes: Most memory that training took, with parameters, gradients, states and
-            activations, without what was allocated before. None on other devices than CUDA, whose
-            allocators keep no such figure.
-        error: Why the precision failed, in torch's words, or None.
+        seconds_per_step: Time of a training step (forward, backward, optimizer), the median of
+            three runs; None if the precision failed.
+        samples_per_second: Throughput; None if the precision failed or the batch size is unknown.
+        peak_memory_bytes: Peak memory of parameters, gradients, states and activations, without
+            memory that was allocated before; None if the precision failed or the device is not
+            CUDA, since other allocators report no peak.
+        error: The exception that made the precision fail, as text, or None.
     """
 
     precision: Precision
@@ -46,14 +46,14 @@ class PrecisionTiming:
 
 @dataclass(frozen=True)
 class PrecisionBenchmark:
-    """Timings side by side; ``print`` shows them as a table.
+    """Timings of several precisions; ``print`` shows them as a table.
 
     Attributes:
         device: Name of the device.
-        samples: Samples in a step: the first dimension of the first tensor among the inputs; None
-            if there is none.
-        steps: Steps in each of the three runs.
-        rows: One for each precision, in the order asked for.
+        samples: Batch size, the first dimension of the first input tensor that has dimensions; None
+            if there is no such tensor.
+        steps: Number of steps in each of the three runs.
+        rows: The timing of each precision, in the order of ``precisions``.
     """
 
     device: str
@@ -94,26 +94,27 @@ def benchmark_precision(
     """Measures training steps of a model in each precision, one after the other.
 
     Each precision trains a copy of the model, in train mode, on copies of the inputs. The caller's
-    model, inputs and random numbers stay as they are, to the bit. On CUDA torch's own peak of
-    memory is reset.
+    model, inputs and random generators do not change. On CUDA, torch's peak memory statistics are
+    reset.
 
     Args:
-        model: On the device to measure. 16-bit parameters fit only their own precision.
-        inputs: As for :meth:`~amp_ext.training.MixedPrecisionTrainer.train_step`.
-        targets: As for ``train_step``, too.
-        loss_function: Takes the output, and the targets if there are any. None takes the loss that
-            the output has, or else the mean square of all its floating-point tensors: the loss
-            itself hardly matters to the time.
-        precisions: Precisions to measure, in this order. The first that works is the base of the
-            speed-up shown.
-        optimizer: Makes an optimizer for the parameters of a copy.
-        steps: Steps in each of three runs, after some steps to warm up.
+        model: The model, on the device to measure. A model with 16-bit parameters can only be
+            measured in that precision.
+        inputs: Inputs for :meth:`~amp_ext.training.MixedPrecisionTrainer.train_step`.
+        targets: Targets for ``train_step``, or None.
+        loss_function: Function of the output, and of the targets if there are any. None takes the
+            loss in the output, or else the mean square of its floating-point tensors, since the
+            choice of the loss hardly changes the time.
+        precisions: Precisions to measure, in this order. The table shows speed-ups over the first
+            one that works.
+        optimizer: Function that creates an optimizer from parameters.
+        steps: Number of steps in each of three runs, which follow three steps to warm up.
 
     Returns:
-        The figures. A precision that fails has its error there.
+        The timings. If a precision fails, its timing has the error.
 
     Raises:
-        ValueError: If a precision is unknown, ``steps`` is less than 1, or there are targets
+        ValueError: If a precision is unknown, ``steps`` is less than 1, or ``targets`` are given
             without a loss function.
 
     Example:
@@ -132,7 +133,7 @@ def benchmark_precision(
     samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
 
     def name_of(config: MixedPrecisionConfig) -> Precision:
-        return cast("Precision", config.precision)  # whatever spelling was given
+        return cast("Precision", config.precision)  # the config has normalized the spelling
 
     def measure(config: MixedPrecisionConfig) -> PrecisionTiming:
         before = _start_of_memory(device)
@@ -160,7 +161,7 @@ def benchmark_precision(
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 rows.append(PrecisionTiming(name_of(config), error=text))
-            gc.collect()  # before the next precision allocates memory
+            gc.collect()  # frees the model copy before the next precision is measured
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return PrecisionBenchmark(name, samples, steps, tuple(rows))
 
@@ -174,7 +175,7 @@ def _seconds_per_step(step: Callable[[], object], steps: int) -> float:
 
 
 def _start_of_memory(device: torch.device) -> int | None:
-    """Starts to watch for a new peak; returns the bytes that are allocated now."""
+    """Resets the peak memory; returns the bytes that are allocated now, or None without CUDA."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)

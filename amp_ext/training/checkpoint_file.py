@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole: a process that dies while it writes leaves the old file."""
+"""Writes checkpoint files atomically: a process that dies while it writes leaves the old file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["write_checkpoint"]
 
 
 def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str]) -> None:
-    """Replaces the file at a path in one step, once the new file is on the disk.
+    """Replaces a file atomically, once the new file is on the disk.
 
-    The new file is first written beside the old one under another name, ``<name>.<16 digits>.tmp``,
-    in which a long name is cut. The mode of the old file stays.
+    The new file is first written to the same folder as ``<name>.<16 digits>.tmp``, with a long name
+    cut, and then renamed. It keeps the mode of the old file.
 
     Args:
         operation: Name of the operation in errors.
-        content: An object that ``torch.load`` reads with ``weights_only=True``.
-        path: Path of the file. A symbolic link stays, and the file that it names is replaced.
+        content: An object that ``torch.load`` can read with ``weights_only=True``.
+        path: Path of the file. If it is a symbolic link, the file that it points to is replaced.
 
     Raises:
-        ValueError: If ``weights_only=True`` would refuse the file, or at the path is a folder, a
-            device, a pipe or a socket.
+        ValueError: If ``torch.load`` would refuse the file with ``weights_only=True``, or if the
+            path is a folder, a device, a pipe or a socket.
         OSError: If the file can't be written. The old file is still there after any error.
     """
     temporary = None
@@ -50,7 +50,7 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
         raise
     folder = os.open(os.path.dirname(temporary), os.O_RDONLY)
     try:
-        os.fsync(folder)  # with the new name
+        os.fsync(folder)  # so that the new name survives a power failure
     finally:
         os.close(folder)
 
@@ -59,14 +59,15 @@ def _save(content: Any, file: BinaryIO) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        # torch closes its archive after a full disk or Ctrl-C, and fails once more over that.
+        # After a full disk or Ctrl-C torch closes its archive, which raises a second error. The
+        # first one says more.
         if error.__context__ is not None:
             raise error.__context__ from None
         raise
 
 
 def _check_readable(operation: str, path: Path) -> None:
-    """Checks that a file has no objects but those that are read without running code."""
+    """Checks that ``torch.load`` can read a file with ``weights_only=True``."""
     classes = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if classes:
         raise ValueError(

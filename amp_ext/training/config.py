@@ -1,4 +1,4 @@
-"""Settings of mixed-precision training."""
+"""The settings of mixed-precision training."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class MixedPrecisionConfig:
     """Settings of a :class:`~amp_ext.training.MixedPrecisionTrainer`.
 
     Attributes:
-        precision: That of the model's computations: "bf16", "fp16" (with a loss scale) or "fp32". A
-            dtype of torch or its name is taken as well, and becomes one of the three.
-        initial_loss_scale: Loss scale of the first step. This and the next four are for fp16, and
-            checked by the scaler that is made of them.
-        growth_interval: Clean steps until the loss scale grows.
-        growth_factor: Factor of growth, above 1.
-        backoff_factor: Factor after an overflow, between 0 and 1.
-        min_scale: Limit below which the loss scale does not fall, or None.
-        max_grad_norm: Norm to keep all unscaled gradients together below, 0 or more; ``math.inf``
-            measures and clips nothing, None does neither.
-        gradient_accumulation_steps: Batches for each step of the optimizer, 1 or more.
-        norm_guard: Arguments of the :class:`amp_ext.optim.NormGuard` that the optimizer gets, as a
-            dict, which they are checked by; {} for its defaults, None for no guard.
-        average_decay: What an average of the weights keeps of itself at each step, from 0 to 1, or
-            "equal"; None keeps no average. StateRequirements an optimizer of ``amp_ext.optim``.
+        precision: Precision of the model's computations: "bf16", "fp16" (with a loss scale) or
+            "fp32". A torch dtype or its name is converted to one of the three.
+        initial_loss_scale: Loss scale of the first step. It and the next four settings apply to
+            fp16, and the :class:`~amp_ext.GradScaler` checks them.
+        growth_interval: Number of steps without an overflow after which the loss scale grows.
+        growth_factor: Factor of the loss scale when it grows, above 1.
+        backoff_factor: Factor of the loss scale after an overflow, between 0 and 1.
+        min_scale: Lower limit of the loss scale, or None.
+        max_grad_norm: Largest norm of all unscaled gradients together, 0 or more. ``math.inf``
+            measures the norm without clipping; None does neither.
+        gradient_accumulation_steps: Number of batches per optimizer step, 1 or more.
+        norm_guard: Dict of the arguments of the :class:`amp_ext.optim.NormGuard` for the optimizer;
+            {} for its defaults, None for no guard.
+        average_decay: Decay per step of an average of the weights, from 0 to 1, or "equal"; None
+            for no average. Needs an optimizer of ``amp_ext.optim``.
 
     Raises:
-        TypeError: If ``norm_guard`` is no dict.
+        TypeError: If ``norm_guard`` is not a dict.
         ValueError: If another setting is out of range.
     """
 
@@ -64,7 +64,7 @@ class MixedPrecisionConfig:
     average_decay: float | str | None = None
 
     def __post_init__(self) -> None:
-        """Takes numbers of numpy as those of Python, and checks what no scaler checks."""
+        """Converts numpy numbers to Python numbers, and checks settings that no scaler checks."""
         for each in fields(self):
             object.__setattr__(self, each.name, plain(getattr(self, each.name)))
         given: Any = self.precision
@@ -81,7 +81,7 @@ class MixedPrecisionConfig:
                 f"or None, got {type(self.norm_guard).__name__}"
             )
         if self.norm_guard is not None:
-            NormGuard(**self.norm_guard)  # which checks them
+            NormGuard(**self.norm_guard)  # raises if an argument is invalid
         decay: Any = self.average_decay
         fits = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
         self._check("average_decay", fits, 'from 0 to 1, "equal" or None')
@@ -94,10 +94,10 @@ class MixedPrecisionConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision as torch names it."""
+        """The precision as a torch dtype."""
         return DTYPES[self.precision]
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether gradients in this precision vanish or overflow without a loss scale."""
+        """True if the precision is fp16, in which gradients vanish without a loss scale."""
         return self.precision == "fp16"

@@ -1,4 +1,4 @@
-"""Finding the loss: in a model's output, or from a loss function."""
+"""Finds the loss in a model's output, and checks that a loss is one number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def loss_in(output: Any) -> Any:
-    """Returns the loss that a model gives with its output.
+    """Returns the loss in a model's output.
 
     Args:
         output: The loss itself, an object with ``.loss``, a mapping with ``["loss"]``, or a tuple
@@ -28,14 +28,14 @@ def loss_in(output: Any) -> Any:
 
 
 def one_number(loss: Any, source: str) -> Tensor:
-    """Returns a loss with shape ``()``.
+    """Returns a loss of one element as a tensor of shape ``()``.
 
     Args:
-        loss: A tensor of one number, if all is well.
+        loss: The result of a loss function or of :func:`loss_in`.
         source: Origin of the loss, for the error.
 
     Raises:
-        ValueError: If the loss is something else.
+        ValueError: If the loss is not a tensor with one element.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())

@@ -1,4 +1,4 @@
-"""Figures of a training step, which stay on the device until they are read."""
+"""The metrics of a training step, which stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class StepMetrics:
-    """Figures of one ``train_step``.
+    """Metrics of one ``train_step``.
 
-    Every tensor is one number on its device and keeps its value in later steps. ``float()``,
-    ``bool()``, ``.item()`` and printing wait until the GPU has come that far, each for itself;
-    :meth:`to_dict` reads all with one wait. Nothing else waits.
+    Every tensor has one element on its device, and later steps do not change it. ``float()``,
+    ``bool()``, ``.item()`` and printing wait for the GPU at each call; :meth:`to_dict` reads all
+    metrics with one wait. Nothing else waits. After a batch that only accumulates gradients, the
+    last three metrics are None.
 
     Attributes:
-        loss: Loss of the batch, as the loss function gave it: neither scaled nor divided.
+        loss: Loss of the batch as the loss function returned it, neither scaled nor divided.
         loss_scale: Loss scale of this batch; 1 without a scaler.
-        grad_norm: Norm of the unscaled gradients before clipping. None where nobody measures it
-            (without ``max_grad_norm`` and a guard) or no optimizer step was due.
-        skipped: Whether the step was skipped since gradients were inf or NaN, or by the optimizer's
-            ``norm_guard``, a bool; always false without both. None where no optimizer step was due
-            (gradient accumulation).
-        n_averaged: How many averages of the weights were taken, after this step; None without an
-            average, or where no optimizer step was due.
+        grad_norm: Norm of the unscaled gradients before clipping; None if it is not measured
+            (without ``max_grad_norm`` and a guard).
+        skipped: Bool, true if the step was skipped by the scaler, because of inf or NaN, or by the
+            optimizer's ``norm_guard``; always false without both.
+        n_averaged: Number of weight averages taken so far; None without an average.
     """
 
     loss: Tensor
@@ -35,7 +34,7 @@ class StepMetrics:
     n_averaged: Tensor | None = None
 
     def to_dict(self) -> dict[str, float | bool | None]:
-        """Returns all figures as Python numbers; waits for the GPU once."""
+        """Returns all metrics as Python numbers; waits for the GPU once."""
         tensors = {name: value for name, value in vars(self).items() if value is not None}
         device = self.loss.device
         numbers = torch.stack([value.to(device, torch.float64) for value in tensors.values()])

@@ -1,4 +1,4 @@
-"""The choice of a precision for a model on a device, with the reason."""
+"""Chooses a precision for a model on a device, and gives the reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MASTERS = (
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """A precision and why.
+    """A precision with the reason for its choice.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16", as for :class:`~amp_ext.training.MixedPrecisionConfig`.
-        reason: One or more sentences.
+        reason: The reason, in one or more sentences.
     """
 
     precision: Precision
@@ -37,20 +37,20 @@ class PrecisionChoice:
 def choose_precision(model: nn.Module, device: torch.device | str | None = None) -> PrecisionChoice:
     """Chooses the precision to train a model in.
 
-    The model's parameters decide first: those in 16 bits already, in float64 or complex leave no
-    choice. Then the device does. Nothing is measured: :func:`amp_ext.training.benchmark_precision`
-    does that, and small models may well be faster in fp32.
+    The dtypes of the parameters decide first: 16-bit, float64 and complex parameters leave no
+    choice. For float32 parameters the device decides. The choice involves no measurement, and small
+    models may be faster in fp32: measure with :func:`amp_ext.training.benchmark_precision`.
 
     Args:
-        model: The model, which stays as it is.
-        device: Device to train on; None takes that of the model's first parameter.
+        model: The model, which is not changed.
+        device: Device to train on; None takes the device of the model's first parameter.
 
     Returns:
         The choice, with its reason.
 
     Raises:
-        ValueError: If there are float16 and bfloat16 parameters to train, or neither a device nor a
-            parameter is given.
+        ValueError: If the model has both float16 and bfloat16 parameters to train, or if ``device``
+            is None and the model has no parameters.
     """
     params = list(model.parameters())
     if device is None:
@@ -110,7 +110,8 @@ def _on_cuda(major: int, minor: int) -> PrecisionChoice:
 
 
 def _on_cpu() -> PrecisionChoice:
-    # An instruction set alone is not enough: without oneDNN (mkldnn) torch multiplies in a loop.
+    # Without oneDNN (mkldnn) torch multiplies 16-bit matrices in a plain loop, even on a CPU with
+    # the instructions.
     if torch.backends.mkldnn.is_available() and (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     ):

@@ -1,4 +1,4 @@
-"""The state of torch's random generators, in a checkpoint."""
+"""Saves and restores the states of torch's random generators."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["random_state", "set_random_state"]
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the state of torch's generators; GPUs have none before their first use."""
+    """Returns the states of the CPU generator and, once CUDA is initialized, of all GPUs."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets torch's generators, except those of GPUs that are not there.
+    """Restores torch's generators; skips the states of GPUs that this machine lacks.
 
     Args:
-        state: From :func:`random_state`.
+        state: The result of :func:`random_state`.
     """
     if state["cuda"] and torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):

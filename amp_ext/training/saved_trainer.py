@@ -1,4 +1,4 @@
-"""What a trainer saves, and how another goes on from it with the same bits."""
+"""Saves trainers to checkpoints, and resumes them with bit-identical results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Scheduler = LRScheduler | WeightDecayScheduler
 
 
 class SavedTrainer:
-    """The parts of a :class:`~amp_ext.training.MixedPrecisionTrainer`, which go on from a file."""
+    """Base class of :class:`~amp_ext.training.MixedPrecisionTrainer` that saves and loads it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -42,21 +42,21 @@ class SavedTrainer:
     scheduler: Scheduler | Sequence[Scheduler] | None
     scaler: GradScaler | None
     average: WeightAverage | None
-    _fused: FusedOptimizer | None  # the optimizer, if it is one of ours
-    _some_param: Tensor  # of the optimizer
-    _accumulated: int  # batches since the last step
-    _loss: Tensor  # of the last batch
-    _no_loss: Tensor
+    _fused: FusedOptimizer | None  # the optimizer, if it is one of amp_ext
+    _some_param: Tensor  # the first parameter of the optimizer
+    _accumulated: int  # number of batches since the last step
+    _loss: Tensor  # loss of the last batch
+    _no_loss: Tensor  # NaN, for metrics before the first batch
     _scheduler_is_due: bool
 
     def finish_scheduler_step(self) -> None:
-        """Steps the scheduler if the last optimizer step was taken; waits for that step.
+        """Steps the scheduler unless the last optimizer step was skipped; waits for that step.
 
-        At first only the GPU knows whether a step was skipped. So the scheduler moves on just
-        before the next step: each step has the learning rate that it would have if skips were known
-        at once, while in between ``scheduler.get_last_lr()`` may be that of the step before.
-        :meth:`flush` and :meth:`state_dict` finish too. An exception of the scheduler is raised
-        again, but :meth:`state_dict` and :meth:`save` warn instead: no checkpoint is lost.
+        ``train_step`` calls this just before the next optimizer step, because at first only the GPU
+        knows whether a step was skipped. Each step uses the right learning rate, but between two
+        steps ``scheduler.get_last_lr()`` may be one step behind. :meth:`flush` and
+        :meth:`state_dict` call this too. If the scheduler raises an exception, :meth:`state_dict`
+        and :meth:`save` only warn, so that no checkpoint is lost.
         """
         if not self._scheduler_is_due or self.scheduler is None:
             return
@@ -65,7 +65,7 @@ class SavedTrainer:
             is_skipped = self.scaler.last_step_skipped(self.optimizer, wait=True)
         else:
             is_skipped = guard is not None and guard.last_step_skipped(wait=True)
-        self._scheduler_is_due = False  # first, or an exception would come at each further step
+        self._scheduler_is_due = False  # set first, so that an exception is not raised again
         if not is_skipped:
             for scheduler in self._schedulers():
                 scheduler.step()
@@ -79,12 +79,11 @@ class SavedTrainer:
         return None if self._fused is None else self._fused.norm_guard
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that a resumed training needs beside the model and the random numbers.
+        """Returns the state of the training, except for the model and the random generators.
 
-        The dict has the states of the optimizer, the scaler, the scheduler, the guard of norms and
-        the average, and the gradients that have accumulated: a resumed run has the same bits, also
-        from the middle of an accumulation. Its tensors are those in use, as in an optimizer's
-        ``state_dict()``: save them, or copy them to keep them.
+        The dict has the states of the optimizer, scaler, scheduler, norm guard and average, and the
+        accumulated gradients: a resumed run is bit-identical even in the middle of an accumulation.
+        Its tensors are not copies, as in an optimizer's ``state_dict()``; later steps change them.
         """
         try:
             self.finish_scheduler_step()
@@ -96,7 +95,7 @@ class SavedTrainer:
             )
         gradients = [param.grad for param in params_of(self.optimizer)] if self._accumulated else []
         optimizer = self.optimizer.state_dict()
-        # A schedule that computes with numpy leaves numpy's numbers in both dicts.
+        # Converts numpy numbers, which schedulers that compute with numpy leave in both dicts.
         if "param_groups" in optimizer:
             groups = with_plain_numbers(optimizer["param_groups"])
             optimizer = {**optimizer, "param_groups": groups}
@@ -117,45 +116,44 @@ class SavedTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was called. Load the model first, or use :meth:`load`.
+        """Restores the state of :meth:`state_dict`. Load the model first, or use :meth:`load`.
 
-        The precision may have changed in between: a saved scaler is left out where this trainer has
-        none, and this trainer's starts as configured where none was saved. A guard keeps its
-        statistics where none were saved, and an average begins anew.
+        The state may come from another precision: if this trainer has no scaler, a saved one is
+        ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
+        state, a norm guard keeps its statistics and an average restarts. After any error or
+        interrupt, nothing has changed.
 
         Args:
-            state_dict: From ``state_dict()``.
+            state_dict: The result of ``state_dict()``.
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If the numbers of schedulers differ, or the batches that have accumulated do
-                not fit this trainer. Nothing has been changed after any error, nor after an
-                interrupt.
+            ValueError: If the number of schedulers differs, or the accumulated batches do not fit
+                this trainer.
         """
         self._load("MixedPrecisionTrainer.load_state_dict", state_dict)
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
-        """Writes a file from which :meth:`load` goes on with the same bits.
+        """Writes a checkpoint file from which :meth:`load` resumes with bit-identical results.
 
-        The file holds the state of the model, all of :meth:`state_dict`, torch's random generators
-        (that of the CPU and those of all GPUs) and ``extra``. It replaces an older file in one
-        step, once it is on the disk: a process that is killed at any moment leaves the old file or
-        the new one, and never a part of either. A ``<name>.<16 digits>.tmp`` that such a process
-        leaves can be deleted. The mode of a file stays, and so do symbolic links. The dicts of the
-        file are plain ones, so that a program in C++ can read it too.
+        The file has the state of the model, the result of :meth:`state_dict`, torch's random
+        generators (of the CPU and all GPUs) and ``extra``. It replaces an older file atomically: a
+        process that is killed leaves the old file or the new one, and maybe a temporary
+        ``<name>.<16 digits>.tmp``, which can be deleted. The file keeps the mode of the old file,
+        and a symbolic link keeps pointing to it. All dicts in it are plain ones, so that C++
+        programs can read it.
 
-        Of several processes that train together, let one save. Waits for the device.
+        Waits for the device. If several processes train together, only one of them should save.
 
         Args:
-            path: The file; its folder must be there.
-            extra: All else that the caller needs to go on: the number of the epoch, the position in
-                the data, the state of a generator of its own. Tensors, numbers, text, None, and
-                lists, tuples, sets and dicts of these.
+            path: Path of the file, in an existing folder.
+            extra: Further data of the caller, such as the epoch, the position in the data or the
+                state of a generator: tensors, numbers, strings, None, and lists, tuples, sets and
+                dicts of these.
 
         Raises:
-            ValueError: If parameters are sharded over ranks, or something can't be read with
-                ``weights_only=True``, by its class; or if a folder, a device, a pipe or a socket is
-                at the path.
+            ValueError: If parameters are sharded over ranks, if ``torch.load`` would refuse a value
+                with ``weights_only=True``, or if the path is a folder, device, pipe or socket.
             OSError: If the file can't be written. The old file is still there after any error.
         """
         operation = "MixedPrecisionTrainer.save"
@@ -172,25 +170,23 @@ class SavedTrainer:
         write_checkpoint(operation, content, path)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Goes on where :meth:`save` was called, of the same model, optimizer and settings.
+        """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
 
-        The model, the optimizer and the generators take over all of the file or nothing: after an
-        error or an interrupt they are as before. Takes a copy of the model meanwhile, and reads
-        with ``weights_only=True``. The file may come from another precision or device; generators
-        of GPUs that are not there are left out.
+        After an error or an interrupt, the model, the optimizer and the generators are as before;
+        to restore them, the call holds a copy of the model. Reads with ``weights_only=True``. The
+        file may come from another precision or device. Generators of missing GPUs are skipped.
 
         Args:
-            path: The file.
+            path: Path of the file.
 
         Returns:
             The ``extra`` that was saved.
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If parameters are sharded over ranks, or what :meth:`load_state_dict`
-                refuses.
+            ValueError: If parameters are sharded over ranks, or :meth:`load_state_dict` raises it.
             RuntimeError: If the model's parameters have other names or shapes.
-            OSError: If there is no such file.
+            OSError: If the file does not exist or can't be read.
         """
         operation = "MixedPrecisionTrainer.load"
         self._check_not_sharded(operation)
@@ -210,7 +206,7 @@ class SavedTrainer:
         return content["extra"]
 
     def _check_not_sharded(self, operation: str) -> None:
-        """Checks that this process has all of the model, and not one part of several."""
+        """Checks that the parameters of the model are not sharded over processes."""
         names = [name for name, value in self.model.state_dict().items() if is_dtensor(value)]
         names += [
             name or type(module).__name__
@@ -230,7 +226,7 @@ class SavedTrainer:
         model: Mapping[str, Any] | None = None,
         random: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes over a state, and the states of the model and the generators if they are given."""
+        """Loads a state dict, and the states of the model and the generators if given."""
         entries = ("optimizer", "scaler", "scheduler", "gradient_accumulation_steps")
         wanted = (*entries, "accumulated", "gradients")
         missing = [name for name in wanted if name not in state_dict]
@@ -246,7 +242,8 @@ class SavedTrainer:
             gradients = self._copied_gradients(operation, state_dict, params)
             # Older files lack the loss of the last batch.
             loss = self._no_loss if loss is None else loss.to(self._some_param.device, copy=True)
-            schedules = copy.deepcopy(state_dict["scheduler"])  # torch's loads remove entries
+            # Copies the schedules because load_state_dict of some torch schedulers removes entries.
+            schedules = copy.deepcopy(state_dict["scheduler"])
         if not isinstance(schedules, Sequence):
             schedules = [schedules]
         tensors: list[Tensor] = []
@@ -256,7 +253,7 @@ class SavedTrainer:
         if self.scaler is not None:
             written.append(vars(self.scaler))
             tensors = [each for each in vars(self.scaler).values() if isinstance(each, Tensor)]
-        with contextlib.ExitStack() as undo:  # also an interrupt, after which a notebook goes on
+        with contextlib.ExitStack() as undo:  # undoes all changes after an error or interrupt
             undo.callback(set_random_state, random_state())
             for each in written:
                 undo.callback(_set_entries, each, dict(each))
@@ -271,18 +268,19 @@ class SavedTrainer:
             self.optimizer.load_state_dict(state_dict["optimizer"])
             if self.scaler is not None and state_dict["scaler"] is not None:
                 self.scaler.load_state_dict(state_dict["scaler"])
-                self.scaler.scale(loss)  # makes the scaler's tensors, for a flush
+                self.scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
             for scheduler, schedule in zip(self._schedulers(), schedules, strict=False):
                 scheduler.load_state_dict(schedule)
             if self.average is not None:
                 undo.callback(self.average.load_state_dict, _copied(self.average.state_dict()))
-                average = state_dict.get("average")  # older files lack it
+                average = state_dict.get("average")  # older files lack this entry
                 if average is None:
                     self.average.restart()
                 else:
                     self.average.load_state_dict(average)
             guard = self._guard()
-            if guard is not None and "norm_guard" in state_dict:  # last: a load drops its history
+            # The guard is loaded last, since an undo would not restore its history.
+            if guard is not None and "norm_guard" in state_dict:
                 undo.callback(_load_unless_equal, guard, guard.state_dict())
                 guard.load_state_dict(state_dict["norm_guard"])
             _set_grads(params, gradients)
@@ -295,7 +293,7 @@ class SavedTrainer:
     def _copied_gradients(
         self, operation: str, state_dict: Mapping[str, Any], params: list[Tensor]
     ) -> list[Tensor | None]:
-        """Returns checked copies of the gradients that have accumulated, if there are any."""
+        """Returns copies of the saved gradients, or [] between two accumulations; checks them."""
         if not state_dict["accumulated"]:
             return []
         gradients = state_dict["gradients"]
@@ -319,7 +317,7 @@ class SavedTrainer:
 
 
 def _count(schedules: Any) -> str:
-    """Describes how many schedulers there are, or how many states of them."""
+    """Returns the number of schedulers, or of their states, in words."""
     if isinstance(schedules, Sequence):
         return f"a list of {len(schedules)}"
     return "none" if schedules is None else "one"
@@ -342,18 +340,18 @@ def _load_unless_equal(guard: NormGuard, state_dict: dict[str, Any]) -> None:
 
 
 def _set_entries(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Gives a dict, such as the attributes of an object, the entries that it had."""
+    """Restores the entries that a dict, such as ``vars(object)``, had before."""
     for name in entries.keys() - before.keys():
         del entries[name]
     entries.update(before)
 
 
 def _set_grads(params: list[Tensor], gradients: list[Tensor | None]) -> None:
-    """Sets the gradients of parameters, if there are any to set."""
+    """Sets the gradients of parameters; does nothing if ``gradients`` is empty."""
     for param, grad in zip(params, gradients, strict=False):
         param.grad = grad
 
 
 def _accumulation(batches: int, scaled: bool, params: int) -> str:
-    """Describes what the gradients of an unfinished accumulation are, for comparison and errors."""
+    """Describes the gradients of an unfinished accumulation, for comparison and for errors."""
     return f"{batches} to a step, {'scaled' if scaled else 'unscaled'}, with {params} parameters"

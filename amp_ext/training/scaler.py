@@ -1,4 +1,4 @@
-"""A gradient scaler that is set for fp16."""
+"""Creates gradient scalers for fp16."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 from amp_ext.grad_scaler import GradScaler
 
-#: A smaller loss scale helps no training: gradients of 2**32 would still be too large.
+#: Lower limit of the loss scale, at which only gradients above about 2**32 overflow in float16.
 SMALLEST_SCALE = 2.0**-16
 
 
 def create_fp16_grad_scaler(device: torch.device | str | None = None, **options: Any) -> GradScaler:
     """Creates a gradient scaler with settings for float16.
 
-    The settings are torch's, with a lower limit: a run of bad batches can't push the scale to 0,
-    from where it never comes back.
+    The defaults are torch's, with a lower limit of the scale: without one, many bad batches in a
+    row push the scale to 0, and it can never grow again.
 
     Args:
-        device: Device that trains, or its type. None takes CUDA where there is one, else the CPU;
-            torch's own default, "cuda", switches the scaler off on a machine without CUDA.
-        **options: Options of :class:`amp_ext.GradScaler`. For runs of a few hundred steps, take a
+        device: Device that trains, or its type. None takes CUDA if it is available, and else the
+            CPU. (torch's default, "cuda", disables the scaler on a machine without CUDA.)
+        **options: Options of :class:`amp_ext.GradScaler`. For runs of a few hundred steps, use a
             ``growth_interval`` of 100 or less.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The loop body of mixed-precision training: autocast, loss scale, accumulation, clipping, step."""
+"""The body of a mixed-precision training loop: autocast, loss scaling, accumulation, clipping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from amp_ext.training.scaler import create_fp16_grad_scaler
 
 
 class MixedPrecisionTrainer(SavedTrainer):
-    """Trains any module in mixed precision, one call a batch.
+    """Trains a module in mixed precision, with one call per batch.
 
     ::
 
@@ -37,34 +37,34 @@ class MixedPrecisionTrainer(SavedTrainer):
         trainer.flush()
         print(metrics.to_dict())  # loss, loss_scale, grad_norm and skipped as numbers
 
-    The precision follows from the parameters:
+    Autocast depends on the dtypes of the model's parameters:
 
-    * float32 parameters: the model and the loss function run under autocast.
-    * All parameters in the configured 16 bits (``model.half()``, ``model.bfloat16()``): there is
-      nothing to autocast. Floating tensors among the inputs are converted, the model runs as it is,
-      and only the loss function runs under autocast, which computes losses in float32. Take an
-      optimizer of ``amp_ext.optim``: it keeps float32 masters.
-    * Some parameters in 16 bits (a frozen base, say): as with float32 parameters.
-    * "fp32" switches autocast off, also around the caller's.
+    * All in the configured 16-bit dtype (after ``model.half()`` or ``model.bfloat16()``): the model
+      runs without autocast, on inputs whose floating-point tensors are converted to that dtype. The
+      loss function runs under autocast, which computes losses in float32. Use an optimizer of
+      ``amp_ext.optim``, which keeps float32 master weights.
+    * Otherwise (float32, or only some in 16 bits, such as a frozen base): the model and the loss
+      function run under autocast.
+    * The precision "fp32" disables autocast, even if the caller has enabled it.
 
-    Under a scaler a step whose gradients are inf or NaN is skipped, the scale falls, and the next
-    step is as good as ever: a NaN loss costs its batch, or those accumulated with it. bf16 and fp32
-    have no scaler and no such guard unless they are given one that only guards,
+    With a scaler, a step with inf or NaN gradients is skipped, and the scale is reduced. A NaN loss
+    then only wastes its batch, or the batches accumulated with it. bf16 and fp32 have no scaler. To
+    skip such steps there too, pass a scaler with a constant scale of 1:
     ``scaler=amp_ext.GradScaler(device_type, init_scale=1.0, dynamic=False)``.
 
-    The host waits for the GPU at one place: with a scheduler *and* a scaler or a guard of norms,
-    before an optimizer step, for the end of the previous one. (Besides, torch's optimizers wait
-    under a scaler, unless they are fused.) Train or eval mode is the caller's.
+    The CPU waits for the GPU in one case: with a scheduler *and* a scaler or a norm guard, each
+    optimizer step waits for the previous one to end. (torch's optimizers also wait with a scaler,
+    unless they are fused.) The caller switches between train and eval mode.
 
-    The arguments are attributes.
+    The arguments of the constructor are attributes.
 
     Attributes:
-        optimizer: As given. Its gradients are dropped at the start of the next step, so they can
-            still be looked at after one; under a scaler they may be scaled.
-        scheduler: As given; see :meth:`finish_scheduler_step`.
-        scaler: As given, or made for fp16, or None.
+        optimizer: The optimizer. Its gradients stay until the next step starts, so that the caller
+            can inspect them; with a scaler they may still be scaled.
+        scheduler: The scheduler or list of schedulers; see :meth:`finish_scheduler_step`.
+        scaler: The given scaler, a new one for fp16, or None.
         average: A :class:`~amp_ext.optim.WeightAverage` with the config's ``average_decay``, or
-            None. ``with trainer.average.swap():`` validates with the averages.
+            None. To validate with the averages, use ``with trainer.average.swap():``.
     """
 
     def __init__(
@@ -77,28 +77,28 @@ class MixedPrecisionTrainer(SavedTrainer):
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        """Checks that the parts fit, and makes the scaler that fp16 needs.
+        """Checks the arguments, and creates a scaler for fp16 if none is given.
 
         Args:
-            model: On its device and in its dtypes.
-            optimizer: Over parameters of the model. One of ``amp_ext.optim`` clips inside its step:
-                its groups take over the config's ``max_grad_norm``, if there is one, and it gets
-                the config's ``norm_guard``.
+            model: The model, already on its device and in its dtypes.
+            optimizer: An optimizer of the model's parameters. One of ``amp_ext.optim`` clips inside
+                its step: ``max_grad_norm`` and ``norm_guard`` of the config, unless None, are set
+                on it.
             config: The settings.
-            loss_function: Takes the model's output, and the targets if there are any; returns one
-                number. Without it the model's output must be the loss or have it: as ``.loss``,
-                ``["loss"]``, or the first item of a tuple.
-            scheduler: Stepped after every optimizer step that was not skipped; a list steps
-                several, of the learning rate and of the weight decay, in its order. A scheduler
-                that counts epochs is stepped by the caller.
-            scaler: A scaler in place of the one that the config asks for.
+            loss_function: Function of the model's output, and of the targets if there are any, that
+                returns a tensor of one number. None takes the loss from the model's output: the
+                output itself, its ``.loss``, ``["loss"]`` or the first item of a tuple.
+            scheduler: A scheduler, or a list of schedulers of the learning rate or weight decay,
+                stepped in order once per optimizer step that is not skipped. Step schedulers that
+                count epochs yourself.
+            scaler: A scaler to use instead of the one for fp16.
 
         Raises:
-            TypeError: If a part is of another kind, or the scheduler needs a figure to step; or an
-                average is wanted of an optimizer that is none of ``amp_ext.optim``.
+            TypeError: If an argument has a wrong type, the scheduler's ``step`` needs a metric, or
+                the config has an ``average_decay`` and the optimizer is not of ``amp_ext.optim``.
             ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
                 the scaler is disabled, a number of the config does not fit a scaler or a guard, or
-                an optimizer of others is to have a guard.
+                the config has a ``norm_guard`` and the optimizer is not of ``amp_ext.optim``.
         """
         _check_type("model", model, nn.Module)
         _check_type("optimizer", optimizer, torch.optim.Optimizer)
@@ -117,7 +117,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         guard = _guard_for(config, optimizer)
         decay: Any = config.average_decay
         self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
-        # Nothing is refused from here on, so that the optimizer is as before where something was.
+        # All checks are done before the optimizer is changed.
         if guard is not None:
             self._fused.norm_guard = guard  # type: ignore[union-attr]
         if self._fused is not None and config.max_grad_norm is not None:
@@ -128,17 +128,17 @@ class MixedPrecisionTrainer(SavedTrainer):
         self._in_16_bits = self._mixed and all(
             param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
         )
-        self._accumulated = 0  # batches since the last step
+        self._accumulated = 0
         self._scheduler_is_due = False
-        # Values of the metrics without a scaler.
+        # Metrics of a training without a scaler, and the loss before the first batch.
         with outside_inference_mode():
             self._no_scale = torch.ones((), device=params[0].device)
             self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
             self._no_loss = torch.full((), torch.nan, device=params[0].device)
-        self._loss = self._no_loss  # of the last batch
+        self._loss = self._no_loss
 
     def __repr__(self) -> str:
-        """Returns the classes of the parts, the precision, and how much has accumulated."""
+        """Returns the classes of the parts, the precision and the number of accumulated batches."""
         names = ("model", "optimizer", "scheduler", "scaler")
         parts = [(name, getattr(self, name)) for name in names]
         classes = [f"{name}={type(part).__name__}" for name, part in parts if part is not None]
@@ -149,25 +149,25 @@ class MixedPrecisionTrainer(SavedTrainer):
     # Training.
 
     def train_step(self, inputs: Any, targets: Any = None) -> StepMetrics:
-        """Trains on a batch; steps the optimizer when enough batches have accumulated.
+        """Trains on a batch; steps the optimizer once enough batches have accumulated.
 
         If the forward pass raises, the batch does not count. If the backward pass or the step
-        raises, the accumulated gradients are discarded, and the next call starts anew. After an
-        interrupt amid the step the scale and the scheduler may stand where they stood before it.
+        raises, the accumulated gradients are discarded, and the next call starts a new step. After
+        an interrupt within the step, the scale and the scheduler may not have been updated.
 
         Args:
-            inputs: Arguments of the model: a tuple or list gives positional arguments, a
-                mapping gives keywords, anything else is the one argument. (A model that takes one
-                list gets ``([...],)``.)
+            inputs: Arguments of the model: positional arguments as a tuple or list, keyword
+                arguments as a mapping, or anything else as the only argument. (Pass ``([...],)`` to
+                a model whose argument is a list.)
             targets: Second argument of the loss function; None calls it with the output alone.
 
         Returns:
-            The figures of this batch, on the device. ``grad_norm`` and ``skipped`` are None if the
-            optimizer's turn has not come.
+            The metrics of this batch, on the device. ``grad_norm`` and ``skipped`` are None if the
+            optimizer was not stepped.
 
         Raises:
-            TypeError: If a tuple of inputs and targets was given as the inputs.
-            ValueError: If there are targets and no loss function, or no loss of one number.
+            TypeError: If ``inputs`` is a pair of inputs and targets.
+            ValueError: If there are targets but no loss function, or the loss is not one number.
         """
         if targets is not None and self.loss_function is None:
             raise ValueError(
@@ -188,18 +188,18 @@ class MixedPrecisionTrainer(SavedTrainer):
             if self._accumulated < batches:
                 return StepMetrics(self._loss, self._loss_scale())
             return self._step()
-        except BaseException:  # also an interrupt, after which a notebook goes on
+        except BaseException:  # includes KeyboardInterrupt, after which a notebook may continue
             self.discard()
             raise
 
     def flush(self) -> StepMetrics | None:
-        """Steps with the batches that are left over; call it at the end of an epoch.
+        """Steps with the batches left over at the end of an epoch, and steps the scheduler.
 
-        The step takes the mean over the batches that there are, not over
-        ``gradient_accumulation_steps``. The scheduler's step is finished as well.
+        The gradients are the mean over these batches, even if they are fewer than
+        ``gradient_accumulation_steps``.
 
         Returns:
-            The figures of the step, with the loss of the last batch; None if nothing was left.
+            The metrics of the step, with the loss of the last batch; None if no batch was left.
         """
         metrics = None
         if self._accumulated:
@@ -216,7 +216,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         return metrics
 
     def discard(self) -> None:
-        """Forgets the batches that have accumulated, and their gradients."""
+        """Discards the accumulated batches and their gradients."""
         self._accumulated = 0
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:
@@ -240,7 +240,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         return torch.autocast(self._some_param.device.type, self.config.dtype, enabled=enabled)
 
     def _cast(self, value: Any) -> Any:
-        """Converts a floating input of a model that is in 16 bits throughout."""
+        """Converts a floating-point input if all of the model's parameters are in 16 bits."""
         if self._in_16_bits and isinstance(value, Tensor) and value.is_floating_point():
             return value.to(self.config.dtype)
         return value
@@ -252,7 +252,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         return scale.clone()
 
     def _step(self) -> StepMetrics:
-        """Clips, steps the optimizer, lets the scale and the scheduler follow."""
+        """Clips the gradients, steps the optimizer, and updates the scale and the scheduler."""
         self.finish_scheduler_step()
         loss_scale, grad_norm, skipped = self._loss_scale(), None, self._not_skipped
         if self._fused is None and self.config.max_grad_norm is not None:
@@ -275,7 +275,7 @@ class MixedPrecisionTrainer(SavedTrainer):
                 skipped = skipped | to_device(applied == 0, skipped.device)
         self._accumulated = 0
         self._scheduler_is_due = True
-        if self.scaler is None and self._guard() is None:  # nothing to wait for
+        if self.scaler is None and self._guard() is None:  # no step can be skipped: needs no wait
             self.finish_scheduler_step()
         averaged = None if self.average is None else self.average.n_averaged.clone()
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped, averaged)
@@ -284,7 +284,7 @@ class MixedPrecisionTrainer(SavedTrainer):
 def _scaler_for(
     config: MixedPrecisionConfig, given: GradScaler | None, device: torch.device
 ) -> GradScaler | None:
-    """Returns the scaler that was given, or the one that fp16 needs."""
+    """Returns the given scaler, or a new one for fp16, or None."""
     if given is not None:
         _check_type("scaler", given, GradScaler)
         if not given.is_enabled():
@@ -303,7 +303,7 @@ def _scaler_for(
 
 
 def _guard_for(config: MixedPrecisionConfig, optimizer: Any) -> NormGuard | None:
-    """Returns the guard that the optimizer gets, if the config asks for one."""
+    """Returns a new guard for the optimizer if the config has one, or None."""
     if config.norm_guard is None:
         return None
     if not isinstance(optimizer, FusedOptimizer):
@@ -328,10 +328,10 @@ def _check_type(name: str, part: object, wanted_type: type) -> None:
 
 
 def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Refuses a batch of inputs and targets that was given as the arguments of the model."""
+    """Raises if ``inputs`` does not fit the model's arguments, like a pair (inputs, targets)."""
     try:
         signature = inspect.signature(model.forward)
-    except ValueError:  # compiled code may have none
+    except ValueError:  # compiled code may have no signature
         return
     try:
         signature.bind(*inputs)
@@ -344,7 +344,7 @@ def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
 
 
 def _check_scheduler(scheduler: Any) -> None:
-    """Checks that a scheduler can be stepped after each step of the optimizer, and saved."""
+    """Checks that a scheduler can be saved, and that its ``step`` needs no arguments."""
     if scheduler is None:
         return
     lacks = [
@@ -367,7 +367,7 @@ def _check_scheduler(scheduler: Any) -> None:
 
 
 def _check_params(params: list[Tensor], config: MixedPrecisionConfig) -> None:
-    """Checks that the parameters can be trained in the precision."""
+    """Checks that the dtypes of the parameters fit the precision of the config."""
     if not params:
         raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
     dtypes = {param.dtype for param in params}

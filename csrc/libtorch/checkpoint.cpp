@@ -1,5 +1,4 @@
-// Reads and writes the files of Python's torch.save, without Python, and the archives of
-// torch::save, which contain such a file as bytes.
+// Reads and writes files of Python's torch.save without Python, and archives that contain them.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -104,8 +103,7 @@ class BytesReader : public caffe2::serialize::ReadAdapterInterface {
   const std::vector<char>& bytes_;
 };
 
-// Returns call(). Converts its exceptions, which come from torch or the standard library, to
-// c10::Errors that name the operation.
+// Returns call(), and converts all exceptions to c10::Errors that name the operation.
 template <typename Call>
 auto with_errors_of(const std::string& operation, const Call& call) {
   try {
@@ -230,8 +228,7 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
   }
 }
 
-// Writes the temporary file, syncs it and renames it to the target. Returns the errno of the call
-// that failed, or 0.
+// Writes, syncs and renames the temporary file. Returns the errno of the call that failed, or 0.
 int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
   for (size_t done = 0; done < bytes.size();) {
     const ssize_t size = ::write(file.descriptor, bytes.data() + done, bytes.size() - done);

@@ -32,8 +32,7 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// Clears the cache of autocast's casts at the end of a step, since even a step that throws may have
-// written parameters.
+// Clears autocast's cache of casts after a step: even one that throws may have written parameters.
 struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
 };
@@ -182,7 +181,7 @@ struct GradScaler::State {
       iterations.emplace_back(*known, loss_scale.names_of(*known));
       found = std::prev(iterations.end());
     }
-    found->optimizer = &optimizer;  // it may have been moved
+    found->optimizer = &optimizer;  // the optimizer may have been moved to another address
     return *found;
   }
 

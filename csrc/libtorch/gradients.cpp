@@ -36,8 +36,8 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
   return devices;
 }
 
-// Returns the number of inf and NaN in each tensor that has any, with its name, in order. Skips
-// undefined and integer tensors.
+// Returns the name and the number of inf and NaN of each tensor that has any. Skips integer
+// tensors.
 NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const at::NoGradGuard no_grad;
   NonfiniteCounts counts;

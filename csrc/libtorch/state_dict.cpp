@@ -53,8 +53,7 @@ std::optional<double> plain_number(const c10::IValue& value) {
   return value.toTensor().item().toDouble();
 }
 
-// Writes the value of an option in a saved group to `place`. Throws if it has the wrong type;
-// `where` names the option in the error.
+// Writes the saved `value` of an option to `place`. `where` names the option in errors.
 void read_option(const OptionDescription& option, const OptionPlace& place,
                  const c10::IValue& value, const std::string& where) {
   if (auto* const numbers = std::get_if<std::vector<double*>>(&place)) {

@@ -15,8 +15,7 @@ using Dict = c10::impl::GenericDict;
 Dict new_dict();
 c10::impl::GenericList new_list();
 
-// Return a state dict as a Dict, and its entry `name`. Throw on behalf of `operation` if it is no
-// dict or lacks the entry.
+// Return a state dict as a Dict, and its entry `name`. Throw if it is no dict or lacks the entry.
 Dict dict_of(const std::string& operation, const c10::IValue& state_dict);
 c10::IValue entry_of(const std::string& operation, const Dict& state_dict, const std::string& name);
 

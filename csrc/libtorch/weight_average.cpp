@@ -40,8 +40,7 @@ struct WeightAverage::Impl {
     return now;
   }
 
-  // Lets the optimizer apply `averaging` to the averages, and updates `params` if the parameters
-  // changed.
+  // Lets the optimizer apply `averaging`, and updates `params` if the parameters have changed.
   void ask(Averaging averaging) {
     const int64_t before = averages.listings();
     optimizer.average(averaging, averages);

@@ -100,12 +100,10 @@ class AMP_EXT_API LossScale {
   // or NaN. The index counts the parameters of all groups, also those without a gradient.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
-  // Replaces the tensors of first_nonfinite by those of an optimizer that scanned its own
-  // gradients, one for each device.
+  // Takes over the first_nonfinite, one for each device, of an optimizer with a scan of its own.
   void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
-  // Records that the ranks of a scan have different scales, if `differ`, [] bool on any device, is
-  // true. The next check_scales() throws then.
+  // Makes check_scales() throw after the next update if `differ`, a [] bool, is true.
   void note_different_scales(int64_t slot, const at::Device& device, const at::Tensor& differ);
 
   // Updates.

@@ -1,5 +1,4 @@
-// Checks that gradients are still scaled, or were all unscaled, and tracks whether an exception has
-// interrupted the iteration.
+// Checks which gradients are scaled or unscaled, and tracks iterations that were interrupted.
 #include "scaler/scaled_iteration.h"
 
 #include <ATen/ops/empty.h>

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the program with CMake and lets it learn the photograph of `make demo`.
+# Builds train.cpp with CMake, and trains it on the photograph of `make demo`.
 #
-#   examples/libtorch/demo.sh [--quick] [--image FILE] ...    options of photo.py
+#   examples/libtorch/demo.sh [--quick] [--image FILE] ...    (takes the options of photo.py)
 #
-# Environment: PYTHON (python). Writes results/photo/libtorch.png and a checkpoint beside it.
+# Environment: PYTHON (default: python). Writes results/photo/libtorch.png and libtorch.pt.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
@@ -20,7 +20,7 @@ mkdir -p "$build" "$out"
 echo "Building the program (log: $build/build.log)"
 folder=$("$python" -m amp_ext.cmake)
 build_program() {
-  rm -f "$build/CMakeCache.txt"  # may know another torch
+  rm -f "$build/CMakeCache.txt"  # may contain the paths of another torch
   cmake -S examples/libtorch -B "$build" -DCMAKE_BUILD_TYPE=Release -Damp_ext_DIR="$folder" &&
     cmake --build "$build"
 }

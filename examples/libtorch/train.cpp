@@ -1,11 +1,12 @@
-// Fits a small network to a photograph in fp16: the run "fp16 amp_ext" of examples/photo.py, bit by
-// bit, without Python.
+// Fits a small network to a photograph in fp16, without Python. The results are bit-identical to
+// the run "fp16 amp_ext" of examples/photo.py.
 //
-//   python examples/photo.py --write-start start.pt    # the photograph and the first weights
+//   python examples/photo.py --write-start start.pt    # the photograph and the initial weights
 //   train start.pt --checkpoint run.pt --picture photo.ppm
-//   train start.pt --resume run.pt                     # as photo.py --resume run.pt does
+//   train start.pt --resume run.pt                     # like photo.py --resume run.pt
 //
-// Either goes on from a checkpoint of the other. `--steps` of photo.py says how far.
+// Each program can resume from a checkpoint of the other. photo.py --steps sets the number of
+// steps.
 
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
@@ -28,11 +29,11 @@ namespace {
 using torch::Tensor;
 
 constexpr double kLearningRate = 5e-3;
-constexpr int64_t kGrowthInterval = 10;  // good steps before the scale doubles, to show its search
+constexpr int64_t kGrowthInterval = 10;  // steps; small, so that the demo shows the scale grow
 constexpr int kReportEvery = 10;         // steps
-constexpr int kSaveEvery = 20;           // steps, with --checkpoint
+constexpr int kSaveEvery = 20;           // steps between two checkpoints
 
-// Python's dicts and lists, which hold values of any type.
+// Helpers for dicts and lists with values of any type, as in Python.
 
 using Dict = c10::impl::GenericDict;
 
@@ -73,8 +74,8 @@ void load_weights(torch::nn::Module& model, const c10::IValue& weights) {
   }
 }
 
-// From `width` Fourier features to red, green and blue, held in fp16: the optimizer keeps masters
-// in fp32.
+// Creates a network from `width` Fourier features to red, green and blue, with fp16 parameters. The
+// optimizer keeps float32 master weights.
 torch::nn::Sequential make_model(int64_t width, const c10::IValue& weights, torch::Device device) {
   using torch::nn::Linear, torch::nn::ReLU;
   torch::nn::Sequential model(Linear(width, width), ReLU(), Linear(width, width), ReLU(),
@@ -84,32 +85,32 @@ torch::nn::Sequential make_model(int64_t width, const c10::IValue& weights, torc
   return model;
 }
 
-// Describes each pixel by waves: Tancik et al., "Fourier Features Let Networks Learn High Frequency
-// Functions in Low Dimensional Domains", 2020.
+// Returns sines and cosines of each pixel's coordinates: Tancik et al., "Fourier Features Let
+// Networks Learn High Frequency Functions in Low Dimensional Domains", 2020.
 Tensor fourier_features(const Tensor& coordinates, const Tensor& frequency) {
   const Tensor phase = coordinates.matmul(frequency);  // radians
   return torch::cat({phase.sin(), phase.cos()}, /*dim=*/-1);
 }
 
-// A network that learns a photograph, and what it has done so far.
+// A network that learns a photograph, with its optimizer, scaler and loss curve.
 struct Training {
-  const c10::IValue about;  // what must be the same for a run to go on
-  c10::IValue random;       // Python's generators: nothing is drawn here, so they stay as they are
-  const int64_t divisor;    // of the loss, as if there were so many tiles
+  const c10::IValue about;  // settings of the run, which a resumed run must share
+  c10::IValue random;       // states of Python's random generators, unused here and saved unchanged
+  const int64_t divisor;    // divides the loss, as gradient accumulation over so many tiles does
   const torch::Device device;
   const Tensor photo;     // [height, width, 3], 0 to 1
-  const Tensor order;     // [tiles, pixels]: the numbers of the pixels of each tile
+  const Tensor order;     // [tiles, pixels]: indices of the pixels of each tile
   const Tensor features;  // [tiles, pixels, width]
   const Tensor colours;   // [tiles, pixels, 3]
   torch::nn::Sequential model;
   amp_ext::optim::AdamW optimizer;
   amp_ext::GradScaler scaler;
   std::vector<double> losses;    // mean squared error of each step
-  std::vector<double> scales;    // with which each step was computed, and that of the next
-  std::vector<int64_t> skipped;  // steps left out because of an overflow
-  double seconds = 0.0;
+  std::vector<double> scales;    // loss scale of each step, and of the next step
+  std::vector<int64_t> skipped;  // indices of the steps that were skipped after an overflow
+  double seconds = 0.0;          // time of all steps but the first
 
-  // Begins with what `photo.py --write-start` wrote.
+  // Starts from the file that `photo.py --write-start` wrote.
   explicit Training(const c10::IValue& start)
       : about(entry(start, "about")),
         random(entry(start, "random")),
@@ -146,15 +147,15 @@ struct Training {
     scaler.step(optimizer);  // changes nothing if a gradient is inf or NaN
     scaler.update();
 
-    // To be shown only: on a GPU each of the two lines waits for the device.
+    // Training itself does not need these numbers. Reading them waits for a GPU, twice.
     losses.push_back(step_loss.item<double>() / static_cast<double>(features.size(0)));
     scales.push_back(scaler.get_scale());
     if (scales.back() < scales[scales.size() - 2]) skipped.push_back(steps() - 1);
-    if (steps() == 1) return;  // libraries warm up in the first step
+    if (steps() == 1) return;  // the first step includes the warm-up of libraries
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
 
-  // What the network has learned: [height, width, 3], 0 to 1.
+  // Returns the picture that the network has learned: [height, width, 3], 0 to 1.
   Tensor picture() {
     const torch::NoGradGuard no_grad;
     const amp_ext::Autocast autocast(device.type(), torch::kHalf);
@@ -166,7 +167,8 @@ struct Training {
     return pixels.view_as(photo);
   }
 
-  // The layout of MixedPrecisionTrainer.save in Python, with photo.py's `extra`.
+  // Writes a checkpoint with the layout of Python's MixedPrecisionTrainer.save, and with the
+  // `extra` entry of photo.py.
   void save(const std::string& path) const {
     Dict weights = new_dict({});
     for (const auto& param : model->named_parameters()) weights.insert(param.key(), param.value());
@@ -189,7 +191,7 @@ struct Training {
     const c10::IValue content = amp_ext::load_state(path);
     const c10::IValue extra = entry(content, "extra"), saved = entry(extra, "about");
     TORCH_CHECK(saved == about, "the run must be that of ", path, ", ", saved, ", got ", about);
-    load_weights(*model, entry(content, "model"));  // before the optimizer, which has masters
+    load_weights(*model, entry(content, "model"));  // first, since masters may be taken from them
     optimizer.load_state_dict(entry(entry(content, "trainer"), "optimizer"));
     scaler.load_state_dict(entry(entry(content, "trainer"), "scaler"));
     random = entry(content, "random");
@@ -212,7 +214,7 @@ void write_ppm(const std::string& path, const Tensor& picture) {
   TORCH_CHECK(file.good(), "can't write ", path);
 }
 
-// Options of the command line by name, and "start".
+// The options of the command line, by name, and the path START under "start".
 using Options = std::map<std::string, std::string>;
 
 Options read_command_line(const std::vector<std::string>& arguments) {
@@ -225,7 +227,7 @@ Options read_command_line(const std::vector<std::string>& arguments) {
     TORCH_CHECK(i + 1 < arguments.size(), arguments[i], " needs a value\n", usage);
     options[arguments[i]] = arguments[i + 1];
   }
-  for (const char* const name : {"--checkpoint", "--picture"}) {  // written late
+  for (const char* const name : {"--checkpoint", "--picture"}) {  // checked before training starts
     const auto folder = std::filesystem::absolute(options[name] + ".").parent_path();
     TORCH_CHECK(std::filesystem::is_directory(folder), name, ": no such folder: ", folder.string());
   }
@@ -259,7 +261,7 @@ void run(Training& training, int steps, const std::string& checkpoint, const std
 }  // namespace
 
 int main(int argc, char** argv) {
-  int code = 2;  // what was given does not fit
+  int code = 2;  // exit status for wrong arguments or files
   try {
     Options options = read_command_line({argv + 1, argv + argc});
     const c10::IValue start = amp_ext::load_state(options["start"]);
@@ -268,7 +270,7 @@ int main(int argc, char** argv) {
     const int steps = static_cast<int>(entry(start, "steps").toInt());
     TORCH_CHECK(training.steps() <= steps, "START has ", steps, " steps, and ", options["--resume"],
                 " has taken ", training.steps(), " already");
-    code = 1;  // it did, and something else went wrong
+    code = 1;  // exit status for an error in training
     run(training, steps, options["--checkpoint"], options["--picture"]);
     return 0;
   } catch (const c10::Error& error) {
