@@ -16,7 +16,7 @@ class OptionDescription:  # an option of a parameter group
 class BufferDescription:
     name: str
     role: str
-    dither_stride: int  # selects the dither pattern; 0: the buffer is rounded to nearest
+    dither_stride: int  # Weyl stride, see csrc/elements/dither.h; 0: the buffer is never dithered
     code: str  # name of its 8-bit format, such as "q8h"; empty if it has none
 
 class OptimizerDescription:

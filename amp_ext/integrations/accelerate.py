@@ -39,11 +39,10 @@ class PreparedOptimizer(_AcceleratedOptimizer):
 def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler:
     """Makes an accelerator scale the loss with our scaler, and notice the steps that it skips.
 
-    With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On the
-    CPU, this enables float16 autocast too, which Accelerate only enables on GPUs.
-    ``accelerator.clip_grad_norm_`` with a limit of inf, which Transformers calls in steps without
-    clipping, only measures the norm and leaves float16 gradients scaled: our optimizers unscale
-    them inside their step. ::
+    With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On CPUs,
+    this also enables float16 autocast. ``accelerator.clip_grad_norm_`` with a limit of inf, which
+    Transformers calls in steps without clipping, only measures the norm and leaves float16
+    gradients scaled: our optimizers unscale them inside their step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)

@@ -55,7 +55,7 @@ c10::IValue portable(const std::string& operation, const c10::IValue& value,
                 " must be of a dtype that torch.load reads with weights_only=True, got ",
                 tensor.scalar_type());
     const at::Tensor copy = tensor.detach().cpu();
-    // Clones a view of a part of its storage, since all of the storage would be saved.
+    // Clones a view, because saving a view would save all of its storage.
     const bool is_whole = copy.storage().nbytes() == copy.nbytes();
     return is_whole ? copy : copy.clone();
   }
@@ -145,22 +145,21 @@ std::vector<char> bytes_of(const std::string& operation, const c10::IValue& valu
 // Returns the CRC-32 of zip files, computed for eight bytes at a time ("slicing by 8").
 uint32_t crc_of(const char* bytes, size_t size) {
   using Table = std::array<uint32_t, 256>;
-  static const auto tables =
-      [] {  // tables[i][b]: effect on the CRC of byte b with i bytes after it
-        std::array<Table, 8> made;
-        for (uint32_t byte = 0; byte < 256; ++byte) {
-          uint32_t crc = byte;
-          for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
-          made[0][byte] = crc;
-        }
-        for (size_t i = 1; i < made.size(); ++i) {
-          for (uint32_t byte = 0; byte < 256; ++byte) {
-            const uint32_t crc = made[i - 1][byte];
-            made[i][byte] = crc >> 8 ^ made[0][crc & 255];
-          }
-        }
-        return made;
-      }();
+  static const auto tables = [] {  // tables[i][b]: effect of byte b that i bytes follow
+    std::array<Table, 8> made;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t crc = byte;
+      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+      made[0][byte] = crc;
+    }
+    for (size_t i = 1; i < made.size(); ++i) {
+      for (uint32_t byte = 0; byte < 256; ++byte) {
+        const uint32_t crc = made[i - 1][byte];
+        made[i][byte] = crc >> 8 ^ made[0][crc & 255];
+      }
+    }
+    return made;
+  }();
   const auto* next = reinterpret_cast<const unsigned char*>(bytes);
   uint32_t crc = ~uint32_t{0};
   for (; size >= 8; size -= 8, next += 8) {

@@ -277,7 +277,7 @@ struct GradScaler::State {
     for (const at::Tensor& found_inf : iteration.found_infs) {
       if (found_inf.item().toDouble() != 0.0) return {};
     }
-    iteration.needs_reset = true;  // a step of torch that throws may have written some parameters
+    iteration.needs_reset = true;  // a step that throws may have written some parameters
     const at::AutoGradMode as_outside(grad_mode);
     return iteration.optimizer->step();
   }

@@ -36,8 +36,7 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
   return devices;
 }
 
-// Returns the name and the number of inf and NaN of each tensor that has any. Skips integer
-// tensors.
+// Returns the names of tensors that contain inf or NaN, with their counts. Skips integer tensors.
 NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const at::NoGradGuard no_grad;
   NonfiniteCounts counts;

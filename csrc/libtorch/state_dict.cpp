@@ -298,7 +298,7 @@ struct FusedOptimizer::Load {
   const std::string operation = c10::str(optimizer_class.name, ".load_state_dict");
   SavedGroups groups = {};
   std::vector<SavedGroup> groups_of_file = {};
-  std::map<std::string, c10::IValue> saved = {};  // result of states_of
+  std::map<std::string, c10::IValue> saved = {};  // the states, by their keys as text
   std::vector<std::unique_ptr<FusedOptions>> options = {};
   std::vector<std::unique_ptr<FusedParamState>> states = {};
   std::vector<Dict> other_entries = {};  // for each group, entries such as a scheduler's initial_lr

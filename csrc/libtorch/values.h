@@ -32,7 +32,7 @@ std::string shown(const c10::IValue& value);
 // Returns the first thirty keys of a dict as errors print them.
 std::string shown_keys(const Dict& dict);
 
-// Whether a value is a number, where bools count as numbers; and the number, with true as 1.
+// Whether a value is a number or a bool, and its value as a double (1 for true).
 bool is_number(const c10::IValue& value);
 double number_in(const c10::IValue& value);
 

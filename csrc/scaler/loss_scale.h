@@ -28,8 +28,8 @@ using NameOf = std::function<std::string(int64_t index)>;
 
 // Messages that an update of the scale produces for the log of the caller.
 struct LogMessages {
-  std::string settled;  // the scale has settled after the first skipped updates, or empty
-  std::string skips;    // many updates in a row were skipped, or empty
+  std::string settled;  // message that the scale has settled for the first time; may be empty
+  std::string skips;    // message that many updates in a row were skipped; may be empty
   bool scale_is_too_small = false;  // true: warn with LossScale::warning_of
 };
 

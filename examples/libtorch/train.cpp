@@ -5,8 +5,7 @@
 //   train start.pt --checkpoint run.pt --picture photo.ppm
 //   train start.pt --resume run.pt                     # like photo.py --resume run.pt
 //
-// Each program can resume from a checkpoint of the other. photo.py --steps sets the number of
-// steps.
+// Each program can resume from a checkpoint of the other. `photo.py --steps N` limits both.
 
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
