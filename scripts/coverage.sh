@@ -4,7 +4,7 @@
 # A copy of the tree in build/coverage is built with gcc's counters, both modules: amp_ext._C and the
 # kernels on the emulator. Processes that tests start count too. A line of C++ counts as covered if
 # any of its instances is. Arguments go to pytest; the tables are in build/coverage/table.txt too.
-# StateRequirements the packages coverage and gcovr.
+# Needs the packages coverage and gcovr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
