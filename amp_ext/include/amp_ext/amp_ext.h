@@ -1,4 +1,4 @@
-// Mixed-precision training for LibTorch: all public headers.
+// Mixed-precision training for LibTorch: includes all public headers.
 #pragma once
 
 #include <amp_ext/autocast.h>        // IWYU pragma: export

@@ -1,4 +1,4 @@
-// A scope in which operations choose their precision, as torch.autocast does in Python.
+// A scope with automatic mixed precision: the C++ counterpart of torch.autocast in Python.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -9,8 +9,8 @@
 
 namespace amp_ext {
 
-// From its construction to its end, operations of this thread on one type of device cast floating
-// inputs: matrix products and convolutions to `dtype`, reductions and losses to float32.
+// While an Autocast object lives, this thread's operations on one device type cast floating inputs:
+// matrix products and convolutions to `dtype`, reductions and losses to float32.
 //
 //   torch::Tensor loss;
 //   {
@@ -18,16 +18,17 @@ namespace amp_ext {
 //     loss = torch::mse_loss(model->forward(input), target);
 //   }
 //
-// Scopes nest, also with `enabled` false inside, and end in any case, with an exception too. Each
-// thread opens its own. The cache of cast weights is one for the process and is emptied at the end
-// of the outermost scope, by every step of an optimizer of amp_ext that writes parameters, and by
-// GradScaler::step. Other optimizers that step inside a scope without a scaler leave it stale: end
-// the scope before, as above.
+// Scopes can be nested, also with `enabled` set to false, and end when an exception is thrown. Each
+// thread opens its own scopes. The process has one cache of cast weights, which is emptied when the
+// outermost scope ends, when an optimizer of amp_ext writes parameters, and by GradScaler::step.
+// Other optimizers that step inside a scope without a scaler leave outdated weights in the cache:
+// end the scope first, as above.
 class AMP_EXT_API Autocast {
  public:
-  // `dtype`: at::kHalf or at::kBFloat16; none: the one that is set for this type of device, as
-  // bfloat16 for the CPU and float16 for CUDA. `cache_enabled`: whether a weight is cast once in a
-  // scope; none: as outside. Throws c10::Error on another dtype or type of device.
+  // `dtype` is at::kHalf or at::kBFloat16; nullopt takes the dtype that is set for the device type
+  // (by default bfloat16 for the CPU, float16 for CUDA). `cache_enabled` says whether each weight
+  // is cast only once per scope; nullopt inherits the setting. Throws c10::Error for any other
+  // dtype or device type.
   [[nodiscard]] explicit Autocast(c10::DeviceType device_type,
                                   std::optional<c10::ScalarType> dtype = {}, bool enabled = true,
                                   std::optional<bool> cache_enabled = {});

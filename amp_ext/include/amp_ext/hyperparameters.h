@@ -1,5 +1,5 @@
-// The hyperparameters of the optimizers and of the loss scale. Includes nothing of torch: the
-// kernels are compiled with this file, too.
+// Hyperparameters of the optimizers and of the loss scale. Includes no torch header, because the
+// kernels are compiled with this file.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -10,54 +10,58 @@
 
 namespace amp_ext {
 
-// What a buffer of the state holds. There is one second moment at most.
+// Role of a state buffer. An optimizer has at most one second moment.
 enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
 
-// The code of 8 bits that a buffer may take. csrc/elements/moment_codes.h has them. One buffer at
-// most is in blocks, and no ratio stands beside a magnitude.
+// 8-bit format in which a buffer can be stored (see csrc/elements/moment_codes.h). An optimizer has
+// at most one blockwise buffer (an exponent per block) and can't combine kRatio with kMagnitude.
 enum class BufferCode {
-  kNone,       // in bfloat16 where the others have codes
-  kRatio,      // to the second moment
-  kRoot,       // of the second moment, which the formula returns; in blocks
-  kMagnitude,  // and its sign; in blocks
+  kNone,       // no 8-bit format: stored in bfloat16 if other buffers are in 8 bits
+  kRatio,      // ratio of a first moment to the root of the second moment
+  kRoot,       // root of the second moment, returned by the formula; blockwise
+  kMagnitude,  // magnitude and sign of the value itself; blockwise
 };
 
 struct BufferDescription {
-  const char* name;  // its key in the state of a parameter; "exp_avgs" is a list of them
+  // Key in the state of a parameter, such as "exp_avg"; the list operations add an "s".
+  const char* name;
   BufferRole role;
-  uint32_t dither_stride = 0;  // of the sequence by which it is dithered; 0: it never is
+  // Weyl stride of the dithering, in units of 2^-32; 0: the buffer is never dithered.
+  uint32_t dither_stride = 0;
   BufferCode code = BufferCode::kNone;
 };
 
-// Strides of sequences, as parts of 2^32. csrc/elements/dither.h says why these.
+// Strides of the dithering sequences, in units of 2^-32; csrc/elements/dither.h explains them.
 inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
 inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
 inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671
 inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 
-// An optimizer's own hyperparameters derive from these and describe it to all that step it:
+// Base of the hyperparameters of each optimizer. A derived struct also describes the optimizer, by
+// these members:
 //
 //   static constexpr const char* kOperation         the list operation: "adam_"
 //   static constexpr const char* kName              the class in Python: "AdamHyperparameters"
-//   static constexpr BufferDescription kBuffers[]   its buffers, in the order of the formula
-//   const char* why_step() const                    when the formula asks for the step, or null
-//   bool needs_buffers() const                      whether it is another without any buffer
-//   double decay_of(int buffer) const             constexpr: what a step keeps of a buffer
+//   static constexpr BufferDescription kBuffers[]   the buffers, in the order of the formula
+//   const char* why_step() const                    when the formula needs the step number, or null
+//   bool needs_buffers() const                      false if the formula can run without buffers
+//   double decay_of(int buffer) const             constexpr: factor of the old buffer in a step
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
-// They stay double until `for_tensor` of the formula.
+// All values stay double until `for_tensor` of the formula converts them.
 struct AMP_EXT_API CommonHyperparameters {
   double lr = 0.0;
-  const float* lr_on_device = nullptr;  // [1], or null: `lr` holds the value
+  const float* lr_on_device = nullptr;  // [1], replaces `lr`; or null
   double weight_decay = 0.0;
   bool decoupled_weight_decay = false;
   bool maximize = false;
-  double clip_value = std::numeric_limits<double>::infinity();  // of unscaled gradients
-  double timestep = 0.0;          // the number of this step where no tensor counts them, from 1
-  bool write_back_grads = false;  // store the unscaled, clipped gradients
-  bool dither = false;            // what is stored in 16 bits, if it would freeze otherwise
+  // Largest magnitude of an element of the unscaled gradients.
+  double clip_value = std::numeric_limits<double>::infinity();
+  double timestep = 0.0;          // number of this step, from 1, if no tensor counts the steps
+  bool write_back_grads = false;  // store the unscaled, clipped gradients in place
+  bool dither = false;  // dither the low-precision values that round-to-nearest would freeze
 
-  // All but `lr` and `clip_value`, which need not be numbers to a caller.
+  // Visits all fields but `lr` and `clip_value`, which callers may pass as a tensor or None.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("weight_decay", &CommonHyperparameters::weight_decay);
@@ -68,8 +72,8 @@ struct AMP_EXT_API CommonHyperparameters {
     visit("dither", &CommonHyperparameters::dither);
   }
 
-  // Whether a field is an option, which every group has: none of these values stands in for one.
-  // The other fields are for list operations, or follow from options.
+  // True if the field is an option of a parameter group. The other fields are set by list
+  // operations or derived from options.
   static bool is_option(std::string_view field) { return field != "timestep" && field != "dither"; }
 };
 
@@ -77,7 +81,7 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  double denominator_floor = 0.0;  // of the corrected second moment, under the root
+  double denominator_floor = 0.0;  // lower bound of the corrected second moment, before the root
 
   static constexpr const char* kOperation = "adam_";
   static constexpr const char* kName = "AdamHyperparameters";
@@ -153,17 +157,18 @@ struct AMP_EXT_API LossScaleHyperparameters {
   int64_t growth_interval = 2000;
   double min_scale = 0.0;
   double max_scale = std::numeric_limits<double>::infinity();
-  int32_t hysteresis = 1;  // overflows since the last growth, of which the last backs off
+  int32_t hysteresis = 1;  // overflows since the last growth that it takes to lower the scale
   bool dynamic = true;
 };
 
 struct AMP_EXT_API NormGuardHyperparameters {
-  double sigma_factor = 6.0;  // deviations above the mean that a norm may be
-  int64_t window = 128;       // norms that an average of the same newest weight would have
-  int64_t warmup_steps = 64;  // norms that enter the statistics before they judge
+  double sigma_factor = 6.0;  // allowed deviations of a norm above the mean
+  int64_t window = 128;       // the newest norm has the weight 2 / (window + 1)
+  int64_t warmup_steps = 64;  // number of norms in the statistics before they judge
+  // Absolute limit: a larger norm is always an outlier.
   double max_norm = std::numeric_limits<double>::infinity();
-  int64_t patience = 16;  // outliers in a row, of which the last is taken for a new level
-  bool clips = false;     // the gradients of outliers down to the limit, instead of skipping
+  int64_t patience = 16;  // the last of so many consecutive outliers is accepted as a new level
+  bool clips = false;     // true: clip the gradients of outliers to the limit; false: skip the step
 };
 
 }  // namespace amp_ext

@@ -1,4 +1,4 @@
-// What a step would do, as `inspect` of an optimizer tells it.
+// Result of FusedOptimizer::inspect: the effect that the next step would have on each parameter.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,26 @@
 
 namespace amp_ext::optim {
 
-// What a step does to one parameter, which means its master where it has one, decoded where that is
-// split. Of the numbers that the stored bits stand for, in double.
+// Effect of a step on one parameter, or on its master if it has one (a split master is joined to
+// float32). Computed in double from the stored values.
 struct ParamInspection {
   int64_t group = 0;
   int64_t index_in_group = 0;
-  double norm = 0.0;            // before the step
-  double update_norm = 0.0;     // of what the step adds
-  double ratio = 0.0;           // of the two; 0 without an update
-  double largest_update = 0.0;  // the largest magnitude of an element
-  // After the step, by the names of the buffers: "exp_avg".
+  double norm = 0.0;            // norm of the parameter before the step
+  double update_norm = 0.0;     // norm of the update
+  double ratio = 0.0;           // update_norm / norm; 0 if the update is 0
+  double largest_update = 0.0;  // largest magnitude of an element of the update
+  // Norms of the buffers after the step, by buffer name: "exp_avg".
   std::vector<std::pair<std::string, double>> moment_norms;
-  // The shares of the elements that are stored with the same number after the step as before: by
-  // the parameter, and by its master, if it has one. 0 without an element.
+  // Shares of the elements whose stored value the step does not change, in the parameter and in its
+  // master (nullopt without one). 0 if the parameter is empty.
   double unmoved = 0.0;
   std::optional<double> unmoved_master;
 };
 
 struct Inspection {
-  bool skipped = false;                 // the step writes nothing: an overflow
-  std::vector<ParamInspection> params;  // those with a gradient, in the order of the groups
+  bool skipped = false;                 // true if an overflow makes the step write nothing
+  std::vector<ParamInspection> params;  // parameters with a gradient, in the order of the groups
 };
 
 }  // namespace amp_ext::optim

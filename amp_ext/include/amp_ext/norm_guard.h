@@ -1,4 +1,4 @@
-// A guard of the norm of gradients, as amp_ext.optim.NormGuard is in Python.
+// A guard of the gradient norm: the C++ counterpart of amp_ext.optim.NormGuard in Python.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -20,43 +20,43 @@ class NormStatistics;
 
 namespace optim {
 
-// Set one by one: NormGuardOptions().sigma_factor(4).action("clip").
+// Options of NormGuard, set by chained calls: NormGuardOptions().sigma_factor(4).action("clip").
 struct NormGuardOptions {
-  // Deviations above the mean of the norms that a norm may be.
+  // Number of deviations by which a norm may exceed the mean.
   TORCH_ARG(double, sigma_factor) = 6.0;
-  // Norms whose plain average would give the newest one the same weight.
+  // Length of the averaging window: the newest norm has the weight 2 / (window + 1).
   TORCH_ARG(int64_t, window) = 128;
-  // Norms that enter the statistics before these judge.
+  // Number of norms that enter the statistics before these judge.
   TORCH_ARG(int64_t, warmup_steps) = 64;
-  // A norm above it is an outlier from the first step on.
+  // Absolute limit: a larger norm is an outlier from the first step on.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
-  // "skip" writes nothing at an outlier; "clip" scales the gradients down to the limit.
+  // "skip" skips the step at an outlier; "clip" scales its gradients down to the limit.
   TORCH_ARG(std::string, action) = "skip";
-  // Outliers in a row of which the last is taken, and begins new statistics.
+  // Number of consecutive outliers at which the last is accepted: the statistics restart with it.
   TORCH_ARG(int64_t, patience) = 16;
 };
 
-// As of the last step that the device has finished.
+// Statistics after the last step that the device has finished.
 struct NormGuardStats {
-  int64_t norms = 0;  // of steps, with those that were not finite
+  int64_t norms = 0;  // number of norms so far, including inf and NaN
   double last_norm = 0.0;
   double mean = 0.0;
-  double deviation = 0.0;  // at least 1 % of the mean
-  double limit = 0.0;      // above which the next norm is an outlier; inf until there is one
-  int64_t outliers = 0;
-  int64_t nonfinite = 0;
-  int64_t last_outlier = 0;  // the number of its norm, from 1; 0: there was none
+  double deviation = 0.0;    // standard deviation, at least 1 % of the mean
+  double limit = 0.0;        // a larger next norm is an outlier; inf if there is no limit yet
+  int64_t outliers = 0;      // number of norms at which the guard skipped or clipped
+  int64_t nonfinite = 0;     // number of norms that were inf or NaN
+  int64_t last_outlier = 0;  // number of the norm of the last outlier, from 1; 0: none yet
 };
 
 // The last 4,096 norms, oldest first.
 struct NormGuardHistory {
-  std::vector<int64_t> numbers;  // from 1
-  std::vector<double> norms;
-  std::vector<bool> withheld;  // whether the step was skipped, or its gradients clipped
+  std::vector<int64_t> numbers;  // numbers of the norms, from 1
+  std::vector<double> norms;     // norms of the unscaled gradients; inf for inf and NaN
+  std::vector<bool> withheld;    // true if the step was skipped or its gradients were clipped
 };
 
-// Skips the steps whose gradients have a norm that is far above those before, or clips them. Rules,
-// state and messages are those of Python's class, whose documentation holds here too.
+// Skips or clips steps whose gradient norm is far above the previous norms. Rules, state and
+// messages are the same as in the Python class, whose documentation also applies here.
 //
 //   auto guard = std::make_shared<amp_ext::optim::NormGuard>();
 //   optimizer.norm_guard(guard);
@@ -71,13 +71,13 @@ class AMP_EXT_API NormGuard {
 
   const NormGuardOptions& options() const { return options_; }
 
-  // Whether the guard has skipped the last step. Does not wait for a GPU, unless asked.
+  // True if the guard skipped the last step. Does not wait for a GPU, unless `wait` is true.
   bool last_step_skipped(bool wait = false) const;
   NormGuardStats stats(bool wait = false) const;
   NormGuardHistory history(bool wait = false) const;
 
-  // The statistics as plain numbers, as Python's state dict; options stay as constructed. Where a
-  // load throws, nothing has been changed.
+  // The statistics as plain numbers, in the format of Python's state dict. Loading keeps the
+  // options as constructed; nothing is changed if it throws.
   c10::IValue state_dict() const;
   void load_state_dict(const c10::IValue& state_dict);
 
@@ -86,7 +86,7 @@ class AMP_EXT_API NormGuard {
 
   NormGuardOptions options_;
   std::shared_ptr<NormStatistics> statistics_;
-  std::weak_ptr<const void> optimizer_;  // whose guard it is
+  std::weak_ptr<const void> optimizer_;  // owner of this guard: FusedOptimizer::identity()
 };
 
 // For torch::save(guard, path) and torch::load(guard, path).

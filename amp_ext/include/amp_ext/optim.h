@@ -1,5 +1,5 @@
-// The optimizers for LibTorch: torch::optim::Optimizers with one fused kernel each, and masters of
-// 16-bit parameters.
+// Optimizers for LibTorch: subclasses of torch::optim::Optimizer that update many parameters per
+// kernel launch and keep float32 masters of 16-bit parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,17 +27,17 @@ enum class Averaging;
 
 namespace amp_ext::optim {
 
-// Where the numbers of a tuple are kept.
+// Returns pointers to the numbers in a tuple.
 template <typename... Numbers>
 std::vector<double*> places_of(std::tuple<Numbers...>& numbers) {
   return std::apply([](Numbers&... each) { return std::vector<double*>{&each...}; }, numbers);
 }
 
-// Where an option is kept.
+// Pointer to the member that stores an option.
 using OptionPlace = std::variant<double*, bool*, MasterWeights*, StateDType*, std::vector<double*>,
                                  std::optional<double>*, std::optional<std::string>*>;
 
-// The options of a group that all optimizers have.
+// Options of a parameter group that all optimizers share.
 class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
  public:
   struct Option {
@@ -51,15 +51,15 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
     given_.insert("lr");
   }
 
-  // All options with their names in Python. What is written through these places does not count as
-  // given: a setter says so.
+  // Returns all options with their Python names. Writing through the returned pointers does not
+  // mark an option as given; only setters do.
   virtual std::vector<Option> options();
 
-  // Whether an option was set, if only to what it was. A group takes the others from its optimizer.
+  // True if the option was set explicitly, even to its default. Options that a group does not set
+  // come from the defaults of its optimizer.
   bool is_given(const char* name) const { return given_.count(name) != 0; }
 
-  // Whether these options let numbers be dithered, whatever the dtypes of the parameters. All
-  // states have a "step" then.
+  // True if these options allow dithering for some parameter dtype. Every state then has a "step".
   bool dithers() const;
 
  protected:
@@ -75,12 +75,12 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   bool skip_nonfinite_ = false;
   bool write_back_grads_ = false;
   std::set<std::string> given_;
-  bool are_defaults_ = false;  // of an optimizer, not of a group
+  bool are_defaults_ = false;  // true for the defaults of an optimizer, false for a group
 
   friend class FusedOptimizer;
 };
 
-// Sets and reads an option; setters can be chained.
+// Declares the setter and getter of an option. Setters can be chained.
 #define AMP_EXT_OPTION(Type, name)       \
   Derived& name(Type value) {            \
     this->name##_ = std::move(value);    \
@@ -89,7 +89,7 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   }                                      \
   const Type& name() const { return this->name##_; }
 
-// The setters of these options, for the class of an optimizer's own.
+// Setters of the shared options, which return the options class of the optimizer (CRTP).
 template <typename Derived>
 class AMP_EXT_API OptionsOf : public FusedOptions {
  public:
@@ -99,48 +99,51 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
 
   // Learning rate.
   AMP_EXT_OPTION(double, lr)
-  // Weight decay per step, before the learning rate.
+  // Weight decay per step, multiplied by the learning rate.
   AMP_EXT_OPTION(double, weight_decay)
-  // Ascends instead.
+  // If true, maximizes the objective: steps along the gradient.
   AMP_EXT_OPTION(bool, maximize)
-  // Keeps a float32 master of every float16 and bfloat16 parameter. "split": of 16 more bits, which
-  // with the parameter are the float32 (of float16 from 2^-16 on, to 2^-40 below); it follows a
-  // parameter that is written from outside. "split8": of 8 more bits, within 2^-15 of the float32.
+  // Keeps a float32 master of every float16 and bfloat16 parameter. "split" stores only the missing
+  // 16 bits, which together with the parameter give the float32 (for float16: exactly from 2^-16
+  // on, below that to 2^-40). Split masters follow writes to the parameter. "split8" stores 8 bits,
+  // within 2^-15 of the float32.
   AMP_EXT_OPTION(MasterWeights, master_weights)
-  // at::kFloat or at::kBFloat16, the dtype of the buffers, or std::nullopt for the parameter's.
-  // "8bit-bf16": first moments in 8 bits, as ratios to the roots of the second, and these in
-  // bfloat16. "8bit": second moments in 8 bits as well, with an exponent for each 32 elements of a
-  // row; in bfloat16 where a parameter has less than 4096 elements, one dimension, rows that 32
-  // does not divide, or is not contiguous. Both keep a first moment without a second one, as that
-  // of SGD and Lion, in 8 bits with such exponents, or in bfloat16. Not with amsgrad.
+  // Dtype of the buffers: at::kFloat, at::kBFloat16, or std::nullopt for the parameter's dtype.
+  //
+  // "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of the second moments, and
+  // second moments in bfloat16. "8bit" also stores second moments in 8 bits, with an exponent for
+  // each 32 elements of a row. They stay in bfloat16 if the parameter has less than 4096 elements,
+  // one dimension, rows that are no multiple of 32 long, or is not contiguous. With either setting,
+  // first moments without a second moment (SGD, Lion) are stored like second moments with "8bit".
+  // Neither setting works with amsgrad.
   AMP_EXT_OPTION(StateDType, state_dtype)
-  // "nearest" or "dither": how numbers are rounded that are stored in fewer bits. None dithers what
-  // would freeze otherwise, unless there is no state_dtype.
+  // Rounding of low-precision values: "nearest" or "dither". nullopt dithers the values that
+  // round-to-nearest would freeze, unless state_dtype is nullopt.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
-  // Norm to keep the unscaled gradients of all groups together below, inside the step; the norm is
-  // then in `grad_norm()`. None measures and clips nothing. The same in all groups.
+  // Clips the norm of the unscaled gradients of all groups inside the step; `grad_norm()` returns
+  // it. nullopt: the norm is neither computed nor clipped. Must be the same in all groups.
   AMP_EXT_OPTION(std::optional<double>, max_grad_norm)
-  // Largest magnitude of an element of the unscaled gradients, after the norm.
+  // Largest magnitude of an element of the unscaled gradients, applied after `max_grad_norm`.
   AMP_EXT_OPTION(std::optional<double>, clip_value)
-  // Leaves every element alone whose gradient is inf or NaN. The same in all groups.
+  // Leaves elements unchanged if their gradient is inf or NaN. Must be the same in all groups.
   AMP_EXT_OPTION(bool, skip_nonfinite)
-  // Leaves the unscaled, clipped gradients in grad().
+  // Writes the unscaled, clipped gradients back to grad().
   AMP_EXT_OPTION(bool, write_back_grads)
 };
 
-// The options of both Adams.
+// Options of Adam and AdamW.
 template <typename Derived>
 class AMP_EXT_API AdamOptionsOf : public OptionsOf<Derived> {
  public:
   using Betas = std::tuple<double, double>;
 
-  // Decay per step of the first and of the second moment.
+  // Decay rates of the first and of the second moment.
   AMP_EXT_OPTION(Betas, betas)
-  // Added to the root of the second moment.
+  // Term added to the root of the second moment.
   AMP_EXT_OPTION(double, eps)
-  // Divides by the largest second moment so far.
+  // Divides by the root of the largest second moment so far.
   AMP_EXT_OPTION(bool, amsgrad)
-  // Least value of the corrected second moment, under the root.
+  // Lower bound of the bias-corrected second moment, before the root.
   AMP_EXT_OPTION(double, denominator_floor)
 
   std::vector<FusedOptions::Option> options() override {
@@ -166,7 +169,7 @@ class AMP_EXT_API AdamOptions : public AdamOptionsOf<AdamOptions> {
   AdamOptions() = default;
   AdamOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
 
-  // Shrinks parameters, as AdamW does, instead of adding to gradients.
+  // If true, weight decay shrinks parameters, as in AdamW, instead of being added to gradients.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
 };
 
@@ -186,13 +189,13 @@ class AMP_EXT_API SGDOptions : public OptionsOf<SGDOptions> {
   SGDOptions() = default;
   SGDOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
 
-  // Decay of the momentum buffer, per step.
+  // Decay rate of the momentum buffer.
   AMP_EXT_OPTION(double, momentum)
-  // Share of the gradient that is kept out of the momentum buffer, except at the first step.
+  // Share of the gradient that does not enter the momentum buffer, except at the first step.
   AMP_EXT_OPTION(double, dampening)
-  // Looks ahead along the momentum.
+  // Enables Nesterov momentum.
   AMP_EXT_OPTION(bool, nesterov)
-  // Shrinks parameters instead of adding to gradients.
+  // If true, weight decay shrinks parameters instead of being added to gradients.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
 
   std::vector<Option> options() override;
@@ -215,9 +218,9 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
   }
   LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: converts, as torch's
 
-  // Decay per step of the average in the step, and of the one that is kept.
+  // Decay rates of the average that gives the direction of the step, and of the stored average.
   AMP_EXT_OPTION(Betas, betas)
-  // If false, adds to gradients instead of shrinking parameters.
+  // If false, weight decay is added to gradients instead of shrinking parameters.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
 
   std::vector<Option> options() override;
@@ -228,8 +231,8 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
 
 #undef AMP_EXT_OPTION
 
-// The state of one parameter, by the keys of Python: "step", "master_param" or, split,
-// "master_low_bf16", "exp_avg" or, in 8 bits, "exp_avg_q8h", ...
+// State of one parameter, with the keys of the Python state: "step", "master_param" (split:
+// "master_low_bf16", ...), "exp_avg" (in 8 bits: "exp_avg_q8h", ...), ...
 class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
  public:
   explicit FusedParamState(at::Tensor param) : param_(std::move(param)) {}
@@ -237,16 +240,17 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
     return std::make_unique<FusedParamState>(*this);
   }
 
-  // Undefined where there is none.
+  // Returns the tensor with this key, undefined if there is none.
   at::Tensor get(const std::string& key) const;
   const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
 
  private:
   friend class FusedOptimizer;
 
-  at::Tensor param_;  // keeps another from taking its address, by which it is found
+  // Kept alive so that its address, by which the state is found, is not reused.
+  at::Tensor param_;
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
-  std::shared_ptr<const c10::IValue> others_;  // what else a load has found: a dict, or null
+  std::shared_ptr<const c10::IValue> others_;  // unknown entries of a loaded state: a dict, or null
 };
 
 struct StateSpec;
@@ -254,100 +258,97 @@ struct ParamRef;
 struct OptimizerClass;
 class PlacedOptions;
 
-// What all optimizers share. Errors are c10::Error with the texts of Python, thrown before anything
-// is written.
+// Base of all optimizers. Errors are c10::Error with the same texts as in Python, thrown before
+// anything is written.
 //
-// Groups take the options that they do not set themselves from the optimizer. In-place writes to
-// states are always seen. Steps go on from a master that was written, unless its parameter was
-// written, too: then the parameter goes before it wherever it is not the master, rounded.
+// Options that a group does not set come from the optimizer. In-place writes to states are always
+// noticed. If only a master was written, the step continues from the master. If both a master and
+// its parameter were written, the parameter wins wherever the master does not round to it.
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
-  // What was moved from throws where a method of this class is called, until another is moved into
-  // it.
+  // A moved-from optimizer throws on use, until another optimizer is moved into it.
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
-  // Hides that of torch, which from 2.13 on drops the options of a group and checks nothing: a
-  // group that was added by that one, through a torch::optim::Optimizer&, is refused when it is
-  // used.
+  // Hides torch's method, which since 2.13 drops the options of the group and checks nothing. A
+  // group that was added through a torch::optim::Optimizer& is refused at its first use.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  // Updates all parameters that have a gradient. The closure evaluates the model again, with
-  // gradients enabled, and returns the loss, which this returns. By one thread at a time.
+  // Updates all parameters that have a gradient. The closure re-evaluates the model with gradients
+  // enabled and returns the loss, which `step` returns. Only one thread may call it at a time.
   //
-  // Where a launch is refused after others, each parameter has been stepped with its states or not
-  // at all, and later steps are refused until a state dict is loaded.
+  // If a kernel launch fails after others have succeeded, each parameter and its states are either
+  // stepped or untouched, and later steps are refused until a state dict is loaded.
   //
-  // A class that derives from one of these may have a step of its own: a scaler unscales the
-  // gradients before it and skips it after an overflow, as it does for any other optimizer.
+  // A derived class may override step(): a scaler then unscales the gradients before it and skips
+  // the call after an overflow, as for any other optimizer.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
                                              const at::Tensor& grad_scale) override;
-  // Only of the classes here. One that derives from them returns true if its step is theirs.
+  // True for the classes of this file. A derived class may return true if its step is the same.
   bool unscales_in_step() const override;
 
-  // What moves along with the optimizer, and belongs to no other as long as this one lives. Null
-  // after a move.
+  // Returns an object that moves with the optimizer and identifies it. Null after a move.
   std::shared_ptr<const void> identity() const;
 
-  // Norm of the unscaled gradients at the last step, one float32, which later steps write anew.
-  // Undefined without max_grad_norm, unless norms are tracked or guarded.
+  // Norm of the unscaled gradients at the last step: one float32, overwritten by later steps.
+  // Undefined without max_grad_norm, a norm guard or tracked norms.
   at::Tensor grad_norm() const;
 
-  // Lets a guard judge the norm of all gradients at every step, at the cost of a look where there
-  // was none. Throws if it is that of another optimizer. Null: no guard.
+  // Sets a guard that judges the gradient norm at every step, or null for none. Costs a scan of the
+  // gradients if the step has none yet. Throws if the guard belongs to another optimizer.
   void norm_guard(std::shared_ptr<NormGuard> guard);
   std::shared_ptr<NormGuard> norm_guard() const;
 
-  // Lets every step keep the norm of each gradient, at the cost of a look where there was none.
+  // Makes every step store the norm of each gradient, which costs a scan if the step has none yet.
   void track_grad_norms(bool track);
   bool track_grad_norms() const;
 
-  // Norms of the unscaled gradients of all parameters at the last step, one float32 for each in the
-  // order of the groups, which later steps write anew: NaN where there was no gradient, inf where
-  // it, or its norm in float32, was not finite. Undefined where they are not tracked.
+  // Norms of the unscaled gradients at the last step: one float32 per parameter, in the order of
+  // the groups, overwritten by later steps. NaN if a parameter had no gradient, inf if its gradient
+  // or norm was not finite. Undefined unless norms are tracked.
   at::Tensor grad_norms() const;
 
-  // What the coming step would do, found by taking it with a copy of one parameter after another;
-  // nothing is stored. Between the backward pass and the step: gradients must be there that no step
-  // has taken. Waits for a GPU. Gradients that carry a scale need `grad_scale`, as `step_scaled`;
-  // without a `found_inf` they are looked at for overflows.
+  // Predicts the effect of the next step, by stepping copies of the parameters one after another.
+  // Stores nothing; waits for a GPU. Call it between the backward pass and the step. Scaled
+  // gradients need `grad_scale`, as in `step_scaled`; without `found_inf` the gradients are scanned
+  // for overflows.
   Inspection inspect(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
 
-  // Lets the next step, also that of a scaler, leave in `inspection` what it does. None before it.
+  // Makes the next step, also one of a scaler, record its effect, which `inspection` then returns;
+  // nullopt before that step.
   void inspect_next();
   std::optional<Inspection> inspection() const;
 
-  // Creates every state that a first step would create, and does not step.
+  // Creates every state that the first step would create, without stepping.
   void init_state();
 
-  // Makes the next step look up all states again. It is remembered which parameters were written
-  // since their masters were.
+  // Makes the next step look up all states again. Writes to parameters since their masters were
+  // written are still noticed.
   void rebuild();
 
-  // The float32 master of every parameter, and parameters that have none themselves. Split masters
-  // come as decoded copies.
+  // Returns the float32 master of every parameter, or the parameter itself if it has no master.
+  // Split masters are returned as joined copies.
   std::vector<at::Tensor> master_params();
 
-  // Takes parameters that were changed through data(), behind their masters, over into them, at
-  // once. Other changes are noticed by the next step. Split masters need none of it.
+  // Copies parameters that were changed through data() into their masters now. Other changes are
+  // noticed by the next step. Split masters don't need this call.
   void refresh_masters();
 
-  // Python's state dict: {"state": {0: {"step": ..., ...}}, "param_groups": [{"lr": ..., "params":
-  // [0, ...]}]}. Its tensors are those of the optimizer: save_state copies them.
+  // Returns Python's state dict: {"state": {0: {"step": ..., ...}}, "param_groups": [{"lr": ...,
+  // "params": [0, ...]}]}. Its tensors are those in use by the optimizer; save_state copies them.
   c10::IValue state_dict() const;
 
-  // Takes state dicts of this class, of its namesakes in Python and in Python's torch.optim.
-  // Moments and masters get the configured form, and options that torch does not have stay as
-  // configured.
-  // Entries that this class does not know come back in `state_dict()`.
-  // Masters that are missing are taken from the parameters: load the model first.
+  // Loads a state dict of this class, or of the Python class with this name in amp_ext.optim or
+  // torch.optim. Moments and masters are converted to the configured format. Options that torch
+  // does not have stay as configured. Unknown entries are preserved and returned by `state_dict()`.
+  // Missing masters are copied from the parameters, so load the model first.
   void load_state_dict(const c10::IValue& state_dict);
 
-  // For torch::save and torch::load.
+  // Serialization for torch::save and torch::load.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -383,7 +384,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::shared_ptr<Impl> impl_;  // null after a move
 };
 
-// The class of one optimizer, constructed like those of torch::optim.
+// Declares the class of one optimizer, with the constructors of torch's optimizers.
 #define AMP_EXT_OPTIMIZER(Name)                                                       \
   class AMP_EXT_API Name : public FusedOptimizer {                                    \
    public:                                                                            \
@@ -392,7 +393,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
     explicit Name(std::vector<at::Tensor> params, Name##Options defaults = {});       \
   };
 
-// Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
+// Adam: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
 AMP_EXT_OPTIMIZER(Adam)
 // Adam with decoupled weight decay: Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
 // 2019.
@@ -400,8 +401,9 @@ AMP_EXT_OPTIMIZER(AdamW)
 // SGD, plain or with (Nesterov) momentum: Sutskever, Martens, Dahl and Hinton, "On the importance
 // of initialization and momentum in deep learning", 2013.
 AMP_EXT_OPTIMIZER(SGD)
-// Steps by the sign of an average: Chen et al., "Symbolic Discovery of Optimization Algorithms",
-// 2023, algorithm 2. `lr` is 3 to 10 times smaller than AdamW's and `weight_decay` as much larger.
+// Lion, which steps by the sign of an average: Chen et al., "Symbolic Discovery of Optimization
+// Algorithms", 2023, algorithm 2. Compared with AdamW, `lr` is 3 to 10 times smaller and
+// `weight_decay` as much larger.
 AMP_EXT_OPTIMIZER(Lion)
 
 #undef AMP_EXT_OPTIMIZER

@@ -1,5 +1,5 @@
-// The options of the list operations, as plain structs, the lists that they take, and the options
-// of optimizers that say how states are kept.
+// Options and tensor lists of the list operations, as plain structs, and the optimizer options that
+// say in which format states are stored.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,62 +21,63 @@ using OptionalTensor = std::optional<at::Tensor>;
 using TensorList = std::vector<at::Tensor>;
 using OptionalTensorList = std::optional<TensorList>;
 
-// What a step makes of the gradients, beside the hyperparameters of a group.
+// Options of a step that concern the gradients. All groups of a step share them.
 struct AMP_EXT_API GradientOptions {
-  OptionalTensor grad_scale;  // one number, the scale that the gradients carry
-  OptionalTensor found_inf;   // one number; anything but 0: nothing is written
+  OptionalTensor grad_scale;  // one number, the loss scale that the gradients carry
+  OptionalTensor found_inf;   // one number; if not 0, the step writes nothing
   std::optional<double> max_grad_norm;
   OptionalTensor
-      sum_of_squares;           // one float64, of the scaled gradients; None: the step looks itself
-  OptionalTensor grad_norm;     // one float32, written with the norm of the unscaled gradients
-  bool skip_nonfinite = false;  // leaves elements alone whose gradient is inf or NaN
+      sum_of_squares;        // one float64, of the scaled gradients; nullopt: the step computes it
+  OptionalTensor grad_norm;  // one float32, set to the norm of the unscaled gradients
+  bool skip_nonfinite = false;  // leave elements unchanged if their gradient is inf or NaN
 };
 
-// The hyperparameters of one group of parameters.
+// Hyperparameters of one parameter group.
 template <typename Hyperparameters>
 struct AMP_EXT_API Group : Hyperparameters {
-  OptionalTensor lr_tensor;  // the learning rate if that is a tensor of one element: replaces lr
+  OptionalTensor lr_tensor;  // one element, replaces `lr` as the learning rate
 };
 
-// The tensors of a step: every list has one for each parameter.
+// Tensors of a step. Every list has one entry per parameter.
 struct AMP_EXT_API StepLists {
   TensorList params;
   TensorList grads;
-  std::vector<OptionalTensorList> buffers;  // in the order of the hyperparameters' kBuffers
-  OptionalTensorList steps;          // float32, one element each; None: `timestep` is the number
-  OptionalTensorList master_params;  // float32, of 16-bit parameters
-  // Where the first element of each parameter stands in the whole of which it is a part; None: it
-  // is the whole. What is dithered depends on it.
+  std::vector<OptionalTensorList> buffers;  // one list per buffer, in the order of kBuffers
+  OptionalTensorList steps;  // float32 step counters of one element; nullopt: `timestep` is used
+  OptionalTensorList master_params;  // float32 masters of 16-bit parameters
+  // Index of the first element of each parameter (a shard) in the full tensor; nullopt if the
+  // parameters are not sharded. Dithering depends on it.
   std::optional<std::vector<int64_t>> global_offsets;
-  OptionalTensorList exponents;  // uint8, of the blocks of moments in 8 bits; empty where are none
+  OptionalTensorList exponents;  // uint8, per block of blockwise 8-bit moments; else empty
 };
 
-// How weights are averaged.
+// Options of an average of weights.
 struct AMP_EXT_API AverageOptions {
-  // Of the average, each time; none: every weight counts the same.
+  // Weight of the old average at each update; nullopt: the plain mean of all weights so far.
   std::optional<double> decay = 0.999;
-  int64_t every = 1;    // an average is taken at each such step, of those that have landed
-  bool warmup = false;  // limits the decay to (1 + n) / (10 + n) after n averages
-  at::ScalarType dtype = at::kFloat;  // of the averages that a class keeps; or at::kBFloat16
+  int64_t every = 1;    // average after every `every`-th applied step
+  bool warmup = false;  // limit the decay to (1 + n) / (10 + n) after n averages
+  // Dtype of the averages that WeightAverage stores: at::kFloat or at::kBFloat16.
+  at::ScalarType dtype = at::kFloat;
 };
 
-// The tensors of a step of averages: every list has one for each parameter.
+// Tensors of one update of averages. Every list has one entry per parameter.
 struct AMP_EXT_API AverageLists {
   TensorList averages;               // float32 or bfloat16
-  TensorList params;                 // the weights
-  at::Tensor counters;               // two int64: steps that have landed, and averages taken
-  OptionalTensorList master_params;  // float32, or the lower parts of split ones
-  OptionalTensor step_applied;       // one float32; 0: nothing is written
-  std::optional<std::vector<int64_t>> global_offsets;  // as in a step
+  TensorList params;                 // weights to average
+  at::Tensor counters;               // two int64: number of applied steps, number of averages
+  OptionalTensorList master_params;  // float32 masters, or residuals of split masters
+  OptionalTensor step_applied;       // one float32; if 0, nothing is written
+  std::optional<std::vector<int64_t>> global_offsets;  // as in StepLists
 };
 
-// What errors of a step call the operation and the lists of its buffers.
+// Names of the operation and of its buffer lists in the error messages of a step.
 struct AMP_EXT_API StepNames {
   std::string operation;
   std::vector<std::string> buffers;
 };
 
-// As Python's operation of the same step has them.
+// Returns the names that Python's operation has for the same step.
 template <typename Hyperparameters>
 StepNames names_of() {
   StepNames names{Hyperparameters::kOperation, {}};
@@ -88,19 +89,19 @@ StepNames names_of() {
 
 namespace optim {
 
-// How the masters of 16-bit parameters are kept: true, false, "split" or "split8". An optimizer
-// refuses other texts.
+// Format of the masters of 16-bit parameters: true (float32), false (none), "split" or "split8". An
+// optimizer refuses other strings.
 class MasterWeights {
  public:
   template <typename Flag, std::enable_if_t<std::is_integral_v<Flag>, bool> = true>
   MasterWeights(Flag flag) : value_(flag != 0) {}  // NOLINT: converts
-  // Of literals, which would have to become a string first.
+  // Takes string literals, since C++ would not convert them to std::string first.
   MasterWeights(const char* form) : value_(std::string(form)) {}  // NOLINT: likewise
   MasterWeights(std::string form) : value_(std::move(form)) {}    // NOLINT: likewise
 
   const std::variant<bool, std::string>& value() const { return value_; }
 
-  // Whether there are any.
+  // True if parameters have masters.
   explicit operator bool() const { return value_ != std::variant<bool, std::string>(false); }
 
   friend bool operator==(const MasterWeights& a, const MasterWeights& b) {
@@ -112,19 +113,19 @@ class MasterWeights {
   std::variant<bool, std::string> value_;
 };
 
-// How moments are kept: in at::kFloat, at::kBFloat16, or, for std::nullopt, the parameter's dtype;
-// or in codes of 8 bits, "8bit-bf16" or "8bit". An optimizer refuses other dtypes and texts.
+// Format of the moments: at::kFloat, at::kBFloat16, the dtype of the parameter (std::nullopt), or 8
+// bits ("8bit-bf16", "8bit"). An optimizer refuses other dtypes and strings.
 class StateDType {
  public:
   using Value = std::variant<std::monostate, at::ScalarType, std::string>;
 
-  StateDType() = default;                              // none, as std::nullopt
+  StateDType() = default;                              // nullopt: the dtype of the parameter
   StateDType(std::nullopt_t) {}                        // NOLINT: converts
   StateDType(at::ScalarType dtype) : value_(dtype) {}  // NOLINT: likewise
   StateDType(std::optional<at::ScalarType> dtype) {    // NOLINT: likewise
     if (dtype.has_value()) value_ = *dtype;
   }
-  // Also "float32" and "bfloat16", as Python keeps these dtypes.
+  // Maps the names "float32" and "bfloat16" to dtypes, because Python stores dtypes by name.
   StateDType(std::string name) {  // NOLINT: likewise
     if (name == "float32") {
       value_ = at::kFloat;
@@ -134,13 +135,13 @@ class StateDType {
       value_ = std::move(name);
     }
   }
-  // Of literals, which would have to become a string first; a 0 is none.
+  // Takes string literals, since C++ would not convert them to std::string first.
   StateDType(const char* name) : StateDType(std::string(name)) {}  // NOLINT: likewise
   StateDType(std::nullptr_t) = delete;
 
   const Value& value() const { return value_; }
 
-  // Whether it is not the parameter's dtype.
+  // False if moments have the dtype of the parameter.
   bool has_value() const { return !std::holds_alternative<std::monostate>(value_); }
   bool is_coded() const {
     const auto* const name = std::get_if<std::string>(&value_);

@@ -1,4 +1,4 @@
-// An average of the weights of an optimizer, which follows its steps on the device.
+// An average of an optimizer's weights that is updated on the device after its steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,34 +11,34 @@
 
 namespace amp_ext::optim {
 
-// Averages the float32 masters of an optimizer's parameters, decoded where they are split, and
-// parameters that have none themselves; float64 ones in float32. The first average is a copy of the
-// weights. The optimizer has to live as long as its averages, and stay where it is.
+// Averages the weights of an optimizer: the float32 masters (split masters are joined), or the
+// parameters themselves if they have none. float64 parameters are averaged in float32. The first
+// average is a copy of the weights. The optimizer must outlive its averages and must not be moved.
 class AMP_EXT_API WeightAverage {
   struct Impl;
 
  public:
-  // Begins averages at the present weights.
+  // Starts the averages at the current weights.
   explicit WeightAverage(FusedOptimizer& optimizer, AverageOptions options = {});
   ~WeightAverage();
   WeightAverage(WeightAverage&&) noexcept;
 
-  // Takes the last step of the optimizer into account, if it has landed and has not been taken yet:
-  // to be called after each. Does not wait for the device.
+  // Adds the weights after the optimizer's last step, if it was applied and not yet averaged. Call
+  // it after each step. Does not wait for the device.
   void update();
 
-  // Begins anew at the present weights: also where parameters have got other dtypes or shapes,
-  // which an update refuses.
+  // Restarts the averages at the current weights, also after parameters changed dtype or shape
+  // (which `update` refuses).
   void restart();
 
-  // In the order of the optimizer's parameters; later updates write them anew.
+  // Returns the averages in the order of the optimizer's parameters; later updates overwrite them.
   std::vector<at::Tensor> averages() const;
-  // How many were taken: one int64 on the device.
+  // Returns how many averages were taken: one int64 on the device.
   at::Tensor n_averaged() const;
 
-  // While it lives, the parameters hold their averages. At its end parameters and masters have
-  // their bits again; of one that has another dtype or shape by then, a warning tells. Meanwhile
-  // the optimizer neither steps nor saves nor loads.
+  // While a Swapped object lives, the parameters hold their averages, and the optimizer refuses to
+  // step, save or load. Its destructor restores the bits of parameters and masters, and warns about
+  // each parameter whose dtype or shape has changed since.
   class AMP_EXT_API Swapped {
    public:
     ~Swapped();
@@ -52,8 +52,8 @@ class AMP_EXT_API WeightAverage {
   };
   Swapped swap();
 
-  // Python's state dict: {"averages": [...], "steps": ..., "n_averaged": ...}. Its tensors are
-  // those in use. A load takes over all of it or nothing.
+  // Returns or loads Python's state dict: {"averages": [...], "steps": ..., "n_averaged": ...}. The
+  // returned tensors are those in use. A load that throws changes nothing.
   c10::IValue state_dict() const;
   void load_state_dict(const c10::IValue& state_dict);
 
