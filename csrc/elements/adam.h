@@ -2,8 +2,9 @@
 //
 // Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; Loshchilov and
 // Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; Reddi, Kale and Kumar, "On
-// the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad keeps the largest
-// exp_avg_sq before its bias correction, and eps stands outside the root. NaN passes any floor.
+// the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad takes the maximum of
+// exp_avg_sq before its bias correction, and eps is added after the root. The floor of the
+// denominator does not replace NaN.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -22,16 +23,17 @@ struct Adam {
   using Hyperparameters = AdamHyperparameters;
 
   WeightDecay<T> weight_decay;
-  Interpolation<T> average;  // of exp_avg and the gradient
+  Interpolation<T> average;  // gives the new exp_avg from the old one and the gradient
   T beta2;
   T one_minus_beta2;
   T eps;
-  T step_size;                  // lr / (1 - beta1^step)
-  T inv_bias_correction2_sqrt;  // 1 / sqrt(1 - beta2^step): a division for each element costs 15 %
-  T root_floor;                 // of the second moment before its bias correction; -inf: none
+  T step_size;  // lr / (1 - beta1^step)
+  // 1 / sqrt(1 - beta2^step), as a factor, because one more division per element costs 15 %.
+  T inv_bias_correction2_sqrt;
+  T root_floor;  // lower bound of sqrt(second moment), not bias-corrected; -inf: no bound
 
-  // `step` counts from 1. 1 - beta is formed in double: from a float beta2 of 0.999 it would be off
-  // by 1.3e-5 relative.
+  // Computes the constants of step number `step`, from 1. 1 - beta is computed in double: with the
+  // float32 value of beta2 = 0.999 its relative error would be 1.3e-5.
   static AMP_EXT_INLINE Adam for_tensor(const AdamHyperparameters& hyperparameters, double lr,
                                         double step) {
     const double beta1 = hyperparameters.beta1;
@@ -55,7 +57,7 @@ struct Adam {
     return update_param(param, exp_avg, exp_avg_sq);
   }
 
-  // AMSGrad.
+  // AMSGrad: max_exp_avg_sq takes the place of exp_avg_sq in the update.
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq,
                                  V& max_exp_avg_sq) const {
@@ -64,7 +66,7 @@ struct Adam {
     update_param(param, exp_avg, max_exp_avg_sq);
   }
 
-  // The constants of a group that the fast path takes, with what its options say of them.
+  // Returns a copy with the flags that the fast path implies, so that the compiler drops branches.
   AMP_EXT_INLINE Adam usual() const {
     Adam known = *this;
     known.weight_decay.is_coupled = false;
@@ -73,23 +75,23 @@ struct Adam {
     return known;
   }
 
-  // Whether the fast path takes a group with these options: `fast_update` then gives the bits of
-  // the formula above, or says that the element is unusual. With such a beta2 and an exp_avg_sq
-  // below 2^64 the denominator stays below 2^61.
+  // True if the fast path supports these options: `fast_update` then gives the same bits as the
+  // formula above, or marks the element as unusual. The bounds on beta2 and eps keep the
+  // denominator below 2^61 for any exp_avg_sq below 2^64.
   static bool has_fast_path(const AdamHyperparameters& group) {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            group.beta2 >= 0.5 && group.beta2 <= 1.0 - 0x1p-20 && group.eps >= 0x1p-40 &&
            group.eps <= 0x1p20 && group.denominator_floor == 0.0;
   }
 
-  // Returns 2^32 times the root of the second moment, 2^-63 for 0. The root and the quotient are
-  // computed from operands that are multiplied by 2^64, so that none of them is subnormal. An
-  // exp_avg_sq that is too large for that ends as a NaN in the parameter.
+  // Returns 2^32 times the root of exp_avg_sq (2^-63 if it is 0). Root and quotient are computed
+  // from operands scaled by 2^64, so that no intermediate result is subnormal. An exp_avg_sq that
+  // overflows by this scaling makes the parameter NaN, which marks the element as unusual.
   template <typename Seeds, Division kDivision>
   AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
                                    Unusual& unusual) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
-    // The addition is lost in any number but 0, whose root becomes 2^-63: nothing beside eps.
+    // Adding 2^-126 changes only a zero, whose root becomes 2^-63: negligible compared with eps.
     const float scaled = fused_multiply_add(exp_avg_sq, 0x1p64f, 0x1p-126f);
     const float root = root_from(scaled, Seeds::inverse_root(scaled));
     const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
@@ -99,8 +101,8 @@ struct Adam {
     } else {
       const float quotient = quotient_from(product(numerator, 0x1p64f), denominator,
                                            fast_reciprocal<Seeds>(denominator));
-      // An update below 2^-126 changes no parameter of at least 2^-62; beside a smaller one it
-      // would have to be rounded as a subnormal number first.
+      // An update below 2^-126 does not change a parameter of 2^-62 or more. With a smaller
+      // parameter, the update would first have to be rounded to a subnormal number.
       unusual.note_update(quotient, param);
       param = fused_multiply_add(quotient, -0x1p-64f, param);
     }

@@ -1,12 +1,12 @@
-// What the descriptions of its buffers say of an optimizer: which codes these take together.
+// Queries on the buffer descriptions of an optimizer: which 8-bit formats can be used together.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
 
 namespace amp_ext {
 
-// The codes that the buffers of a parameter are in, of those that they may take; a buffer without
-// one is in bfloat16 then.
+// Set of the 8-bit formats in use for the buffers of a parameter. Buffers whose format is not in
+// the set are stored in bfloat16.
 enum class Codes { kAll, kAllButRoots, kRatios };
 
 constexpr bool is_among(BufferCode code, Codes codes) {
@@ -23,12 +23,12 @@ constexpr bool is_among(BufferCode code, Codes codes) {
   return false;
 }
 
-// Whether a code has an exponent for each block of elements.
+// True if the format has an exponent for each block of elements.
 constexpr bool has_blocks(BufferCode code) {
   return code == BufferCode::kRoot || code == BufferCode::kMagnitude;
 }
 
-// The first `count` of the buffers that an optimizer describes.
+// The first `count` buffer descriptions of an optimizer.
 struct BufferDescriptions {
   const BufferDescription* each;
   int count;
@@ -38,7 +38,7 @@ struct BufferDescriptions {
     return {Hyperparameters::kBuffers, count};
   }
 
-  // The index of the first buffer of a role; -1: there is none.
+  // Returns the index of the first buffer with this role, or -1.
   constexpr int first_of(BufferRole role) const {
     for (int i = 0; i < count; ++i) {
       if (each[i].role == role) return i;
@@ -47,8 +47,9 @@ struct BufferDescriptions {
   }
   constexpr int second_moment() const { return first_of(BufferRole::kSecondMoment); }
 
-  // Whether there is one second moment at most, of which roots are, and to which ratios are, and
-  // one buffer in blocks at most, to which the exponents of a record belong; a magnitude is alone.
+  // True if the formats are consistent: at most one second moment; kRoot only for that one; kRatio
+  // only beside it; at most one blockwise buffer, because KernelTensorArgs has one array of
+  // exponents; no kRatio together with kMagnitude.
   constexpr bool fit_together() const {
     int seconds = 0;
     int in_blocks = 0;
@@ -63,9 +64,9 @@ struct BufferDescriptions {
            !(has(BufferCode::kRatio) && has(BufferCode::kMagnitude));
   }
 
-  // Whether a kernel takes them in these codes: none does beside a maximum, of which the formula
-  // takes the root instead of that of the second moment. Where two sets come to the same, it is
-  // the first that counts.
+  // True if kernels exist for these buffers with `codes`. There are none with a maximum (AMSGrad),
+  // because the formula then returns its root instead of that of the second moment. If two sets
+  // give the same formats, only the first one counts.
   constexpr bool are_taken_in(Codes codes) const {
     if (first_of(BufferRole::kMaximum) >= 0) return false;
     const bool has_ratios = has(BufferCode::kRatio);

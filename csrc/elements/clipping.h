@@ -10,20 +10,20 @@
 
 namespace amp_ext {
 
-// The sum of a tensor's squares as it is reported: inf if it is not finite, since NaN marks a
-// gradient that is missing.
+// Returns the sum of squares of one tensor as reported: inf if it is inf or NaN, because NaN means
+// that the tensor has no gradient.
 AMP_EXT_INLINE double squares_of_tensor(double sum) {
   return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
 }
 
-// What gradients of this norm are multiplied by: 1 if the norm is small enough, NaN if it is NaN.
+// Returns the factor that clips gradients with this norm, 1 if it is below max_norm; NaN stays NaN.
 template <typename T>
 AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
   const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);
   return coefficient > 1.0 ? T(1) : static_cast<T>(coefficient);
 }
 
-// NaN stays NaN.
+// Limits the magnitude of a value; NaN stays NaN.
 template <typename V, typename T>
 AMP_EXT_INLINE V clip_value(V value, T limit) {
   const V below = select(value > limit, limit, value);

@@ -1,20 +1,21 @@
-// Dithered rounding: a number between two that can be stored becomes the upper one in as many steps
-// as it is near to it. Rounded to nearest, a moment that shrinks by less than half a unit in the
-// last place at each step would never shrink.
+// Dithered rounding, a deterministic form of stochastic rounding: a value 30 % of the way between
+// two storable numbers is rounded up in 30 % of the steps. Rounded to nearest, a moment that
+// shrinks by less than half a unit in the last place per step would never shrink.
 //
-// Not by random numbers but by a Weyl sequence of the step, with a phase of its own for each
-// element: it needs no state, is the same on every device and however a tensor is sharded, and errs
-// by O(log steps / steps) where random numbers err by O(1 / sqrt(steps)). The phase is the
-// finaliser of MurmurHash3 (Appleby), of eight elements together.
+// The threshold comes from a Weyl sequence over the steps, with a phase for each element, instead
+// of random numbers. It needs no state and does not depend on the device or on the sharding of a
+// tensor. The mean error is O(log steps / steps); random numbers give O(1 / sqrt(steps)). The phase
+// is the finaliser of MurmurHash3 (Appleby) of index / 8, plus an offset for each of the eight.
 //
-// Strides of parameters and second moments are fractions of the R-sequence of three dimensions
-// (Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made odd. The third
-// of them, 0.671, nearly repeats after three steps, and a first moment that forgets within ten
-// steps adds up what repeats. With the golden section updates of Adam err less by a sixth; with
-// sqrt(2) - 1 those of SGD by a fifth, also in rows that are seldom seen. Lion has the third one,
-// with which it turns fewest signs in such rows.
+// The strides of parameters and second moments are two of the three fractions of the R-sequence in
+// three dimensions (Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made
+// odd. The third fraction, 0.671, nearly repeats every three steps, and a first moment, which
+// averages about ten steps, would add up the errors. For first moments, the golden section
+// therefore reduces the error of Adam's updates by a sixth, and sqrt(2) - 1 that of SGD's by a
+// fifth, also in rows with rare gradients. Lion uses 0.671, which flips the fewest signs in such
+// rows.
 //
-// V is float or a vector of it, U uint32_t or a vector of as many.
+// V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
 
 #include <cstdint>
@@ -24,49 +25,47 @@
 
 namespace amp_ext {
 
-// Of the sequence by which parameters are dithered; those of buffers stand where these are
-// described.
+// Weyl stride of parameters. The strides of buffers are in amp_ext/hyperparameters.h.
 inline constexpr uint32_t kParamStride = 0xD1B54A33u;
 
-// What 8 neighbours share, by the halves of an eighth of their places in the whole tensor; `high`
-// is of type U or a number. Its last bits are less random than the others, and count least.
+// Returns the hash of index / 8, passed as its low and high 32 bits; eight neighbouring elements
+// share it. `high` is a U or a scalar. The low bits of the hash are less random, and matter least.
 template <typename U, typename High>
 AMP_EXT_INLINE U dither_hash(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
   hash = (hash ^ (hash >> 16)) * 0x85EBCA6Bu;
   return (hash ^ (hash >> 13)) * 0xC2B2AE35u;
 }
-// Between the phases of neighbours.
+// Difference between the phases of neighbouring elements.
 inline constexpr uint32_t kPhaseStride = 0x9E3779B9u;
-// Of an element, by its place in the whole tensor.
+// Returns the phase of an element. `place` is its index in the full, unsharded tensor.
 AMP_EXT_INLINE uint32_t dither_phase(uint64_t place) {
   const uint64_t eight = place >> 3;
   return dither_hash(static_cast<uint32_t>(eight), static_cast<uint32_t>(eight >> 32)) +
          static_cast<uint32_t>(place) * kPhaseStride;
 }
 
-// The upper 16 bits are the number as a bfloat16, unless it is NaN. `word` is the phase plus the
-// stride times the number of the step; its upper bits are what is added before the lower ones are
-// cut off.
+// Returns a value whose upper 16 bits are the dithered bfloat16, unless the value is NaN. `word` is
+// phase + stride * step; its upper 16 bits are added before the lower bits are cut off.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_upper_bits(V value, U word) {
   return bits_of(value) + (word >> 16);
 }
 
-// The number as a float16 in the lower 16 bits.
+// Returns the bits of the dithered float16 in the lower 16 bits.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_half_bits(V value, U word) {
   const U sign = (bits_of(value) >> 16) & 0x8000u;
   const U magnitude = bits_of(value) & 0x7fffffffu;
-  const auto size = as_signed(magnitude);  // every processor compares signed numbers
+  const auto size = as_signed(magnitude);  // not every processor compares unsigned
   const U added = word >> 19;
   const U normal = ((magnitude + added) >> 13) - ((127u - 15u) << 10);
-  // Subnormal: in units of 2^-37, of which 2^13 are one of a float16.
-  const V small = select(size < 0x38800000, float_of(magnitude), V{});  // 2^-14
+  // Subnormal: count units of 2^-37, of which 2^13 are one unit of a float16.
+  const V small = select(size < 0x38800000, float_of(magnitude), V{});  // below 2^-14
   const U subnormal = (to_integer(small * 0x1p37f) + added) >> 13;
   const U nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
   U result = select(size < 0x38800000, subnormal, normal);
-  result = select(size >= 0x47800000, U{} + 0x7c00u, result);  // 65536
+  result = select(size >= 0x47800000, U{} + 0x7c00u, result);  // from 65536 on: inf
   return sign | select(size > 0x7f800000, nan, result);
 }
 

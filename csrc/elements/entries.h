@@ -1,5 +1,5 @@
-// Values of types that differ, one for each buffer of a kernel. A tuple that is nothing but its
-// values: an engine makes it with braces and keeps it in registers.
+// A minimal tuple: one value for each buffer of a kernel, each of its own type. It is an aggregate,
+// so that an engine can initialize it with braces and the compiler keeps it in registers.
 #pragma once
 
 #include <utility>
@@ -21,7 +21,7 @@ struct EntriesAt<std::integer_sequence<int, index...>, T...> : Entry<index, T>..
 template <typename... T>
 using Entries = EntriesAt<std::make_integer_sequence<int, sizeof...(T)>, T...>;
 
-// One of the values, by its index.
+// Returns the value at an index.
 template <int index, typename T>
 AMP_EXT_INLINE T& entry(Entry<index, T>& entries) {
   return entries.value;

@@ -1,34 +1,34 @@
-// Square roots and quotients from approximations that a GPU computes in one instruction.
+// Square roots and quotients, computed from approximations that a GPU has as single instructions.
 //
-// Each is refined by fused multiply-adds until it is rounded to nearest as IEEE 754 asks
-// (Markstein, "IA-64 and Elementary Functions", 2000, chapters 8 and 9), without the test for
-// operands outside the range in which that holds. `Seeds` has the approximations. A GPU's own
-// operators take the same steps, so its approximations are good enough;
-// tests/operations/test_gpu.py tries them.
+// Fused multiply-adds refine each approximation to the result that IEEE 754 round-to-nearest
+// requires (Markstein, "IA-64 and Elementary Functions", 2000, chapters 8 and 9). The functions
+// omit the range check of the usual operators, so each is valid only in the range stated below.
+// `Seeds` supplies the approximations; a GPU's own operators refine the same ones, so they are
+// accurate enough. tests/operations/test_gpu.py checks the results.
 #pragma once
 
 #include "elements/numeric.h"
 
 namespace amp_ext {
 
-// The root of a number in [2^-126, 2^127], rounded to nearest. `inverse_root` approximates
-// 1 / sqrt(value).
+// Returns sqrt(value), rounded to nearest, for a value in [2^-126, 2^127]. `inverse_root`
+// approximates 1 / sqrt(value).
 AMP_EXT_INLINE float root_from(float value, float inverse_root) {
   const float root = value * inverse_root;
   const float rest = fused_multiply_add(-root, root, value);
   return fused_multiply_add(rest, inverse_root * 0.5f, root);
 }
 
-// 1 / value, rounded to nearest, for a value in [2^-125, 2^125].
+// Returns 1 / value, rounded to nearest, for a value in [2^-125, 2^125].
 template <typename Seeds>
 AMP_EXT_INLINE float fast_reciprocal(float value) {
   const float near = Seeds::reciprocal(value);
   return fused_multiply_add(near, fused_multiply_add(-value, near, 1.0f), near);
 }
 
-// numerator / denominator, rounded to nearest, from the reciprocal of the denominator. The
-// numerator is 0 or at least 2^-101, the quotient 0 or at least 2^-63, and both are finite. A
-// quotient of 0 has the sign of its numerator, since the rest is negated before it is added.
+// Returns numerator / denominator, rounded to nearest, from the reciprocal of the denominator. The
+// numerator must be 0 or at least 2^-101 in magnitude, the quotient 0 or at least 2^-63, and both
+// finite. The last line subtracts the error, so that a zero quotient gets the numerator's sign.
 AMP_EXT_INLINE float quotient_from(float numerator, float denominator, float reciprocal) {
   const float quotient = numerator * reciprocal;
   const float excess = fused_multiply_add(denominator, quotient, -numerator);

@@ -1,7 +1,7 @@
-// The fast path of a step: the usual options and numbers, with the same bits in fewer instructions.
+// The fast path of a step gives the same bits in fewer instructions, for common options and values.
 //
-// An engine computes some neighbouring elements by it, and collects in `Unusual` whether one of
-// them needs the general formula. Then it stores none of them, and the general code updates them.
+// An engine updates a few neighbouring elements on the fast path and records in `Unusual` whether
+// one of them needs the general formula. If so, the general code updates all of them instead.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -14,33 +14,34 @@
 
 namespace amp_ext {
 
-// How the fast path divides: by a short sequence, or by an operator, where quotients may be
-// subnormal.
+// Division on the fast path: kFast is a short sequence of instructions for normal quotients; kExact
+// is the operator, for engines where quotients may be subnormal.
 enum class Division { kFast, kExact };
 
-// Whether the options that all optimizers have are the usual ones.
+// True if the options that all optimizers share allow the fast path.
 inline bool takes_fast_path(const CommonHyperparameters& group) {
   return !group.write_back_grads && group.clip_value == std::numeric_limits<double>::infinity() &&
          (group.weight_decay == 0.0 || group.decoupled_weight_decay);
 }
 
-// Whether an average of this weight for the newest value is taken from its start.
+// True if Interpolation, with this weight of the newest value, starts from the old value.
 inline bool interpolates_from_start(double weight) {
   return !Interpolation<float>::of(weight, 1.0 - weight).from_end;
 }
 
-// Marks of elements that only the general formula computes right.
+// Collects whether one of several elements needs the general formula.
 struct Unusual {
-  float not_finite = 0.0f;          // NaN after a result that is inf or NaN
-  uint32_t smallest = 0xffffffffu;  // least of twice the bits of a magnitude
-  uint32_t codes = 0;               // the upper bit of a byte for a code that is NaN
+  float not_finite = 0.0f;          // NaN after a result that was inf or NaN
+  uint32_t smallest = 0xffffffffu;  // smallest of the doubled bits that note_update() has seen
+  uint32_t codes = 0;               // packed bytes; a set top bit marks an 8-bit NaN
 
   AMP_EXT_INLINE void note_result(float result) {
     not_finite = fused_multiply_add(result, 0.0f, not_finite);
   }
-  // Notes an update that is tiny but not 0, unless the parameter is large beside it.
+  // Records the larger of update and parameter, unless the update is 0; is_found() tests whether
+  // both were tiny.
   AMP_EXT_INLINE void note_update(float update, float param) {
-    const uint32_t of_update = 2 * bits_of(update) - 1;  // 0 is not small
+    const uint32_t of_update = 2 * bits_of(update) - 1;  // 0 becomes the maximum
     const uint32_t of_param = 2 * bits_of(param);
     const uint32_t larger = of_update > of_param ? of_update : of_param;
     smallest = smallest < larger ? smallest : larger;

@@ -15,7 +15,7 @@ struct Lion {
 
   WeightDecay<T> weight_decay;
   T lr;
-  Interpolation<T> direction;  // of exp_avg and the gradient: its sign is the step's
+  Interpolation<T> direction;  // average of exp_avg and the gradient; the step takes its sign
   Interpolation<T> average;
 
   static AMP_EXT_INLINE Lion for_tensor(const LionHyperparameters& hyperparameters, double lr,
@@ -25,7 +25,7 @@ struct Lion {
             Interpolation<T>::of(1.0 - hyperparameters.beta2, hyperparameters.beta2)};
   }
 
-  // The sign of NaN is NaN: a gradient of NaN shows in its parameter, as with the other optimizers.
+  // sign(NaN) is NaN, so a NaN gradient makes its parameter NaN, as with the other optimizers.
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg) const {
     weight_decay(grad, param);
@@ -33,7 +33,7 @@ struct Lion {
     exp_avg = average(exp_avg, grad);
   }
 
-  // The fast path, as that of Adam.
+  // Fast path: see Adam.
   static bool has_fast_path(const LionHyperparameters& group) {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            interpolates_from_start(1.0 - group.beta2);
@@ -48,7 +48,7 @@ struct Lion {
                                   Unusual& unusual) const {
     (*this)(grad, param, exp_avg);
     unusual.note_result(param);
-    unusual.note_result(exp_avg);  // its sign may be finite where it is not
+    unusual.note_result(exp_avg);  // an inf in exp_avg still gives a finite sign
   }
 };
 

@@ -1,4 +1,4 @@
-// Dynamic loss scaling: the inverse of the scale, and how the scale follows overflows.
+// Dynamic loss scaling: the inverse of the scale, and the rules by which it changes.
 //
 // Micikevicius et al., "Mixed Precision Training", 2018, section 3.2, with torch's rules.
 #pragma once
@@ -11,21 +11,22 @@
 
 namespace amp_ext {
 
-// What gradients are multiplied by. The division is made in double, as torch does.
+// Returns the factor that unscales gradients. The division is in double, as in torch.
 AMP_EXT_INLINE float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-// What an update reads and writes.
+// Device memory that an update of the scale reads and writes.
 struct ScaleMemory {
-  float* scale;                 // [1]
-  int32_t* growth_tracker;      // [1], clean steps since the last change
-  int32_t* hysteresis_tracker;  // [1], overflows left until one backs off; null: each does
+  float* scale;             // [1], the loss scale
+  int32_t* growth_tracker;  // [1], steps without overflow since the last change of the scale
+  int32_t*
+      hysteresis_tracker;  // [1], overflows left until the scale shrinks; null: each shrinks it
 };
 
-// Backs off after an overflow; grows when the count of clean steps equals the interval, unless the
-// grown scale would be inf. Only a growth refills the hysteresis: once it is used up, every
-// overflow backs off.
+// Lowers the scale after an overflow, and raises it after growth_interval steps without overflow
+// unless it would become inf. Only a growth resets the hysteresis: once it is used up, every
+// overflow lowers the scale.
 AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
                                       bool overflow, const ScaleMemory& state) {
   if (!hyperparameters.dynamic) return;
@@ -37,7 +38,7 @@ AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparam
       return;
     }
     const double backed_off = static_cast<double>(scale) * hyperparameters.backoff_factor;
-    // A scale that was set below the limit by hand does not rise at an overflow.
+    // An overflow must not raise a scale that was set below min_scale by hand.
     const double lowest = hyperparameters.min_scale < static_cast<double>(scale)
                               ? hyperparameters.min_scale
                               : static_cast<double>(scale);

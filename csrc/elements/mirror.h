@@ -1,5 +1,5 @@
-// Reports that are kept on a device and copied to host memory, so that reading them never waits.
-// All their fields have eight bytes: they are copied as such.
+// Reports that live on a device and are mirrored in host memory, so that the host reads them
+// without waiting. All fields are 8 bytes wide, so that a report can be copied word by word.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace amp_ext {
 
-// Numbers that a report remembers one by one.
+// Number of past values in the history of a report.
 inline constexpr int kHistory = 4096;
 
-// What every report begins with. In the copy on the host they differ while it is written.
+// First members of every report. In the mirror, the two differ during a write.
 struct ReportStamps {
-  int64_t started = 0;   // the number of the write that has begun
-  int64_t finished = 0;  // of the last one that has ended
+  int64_t started = 0;   // number of the last write that was started
+  int64_t finished = 0;  // number of the last write that was finished
 };
 
-// Copies every `stride`-th word from number `first` on.
+// Copies every `stride`-th 8-byte word, from index `first` on; several threads can share a copy.
 AMP_EXT_INLINE void copy_words(const void* from, void* to, int64_t first, int64_t words,
                                int64_t stride) {
   for (int64_t i = first; i < words; i += stride) {
@@ -25,7 +25,7 @@ AMP_EXT_INLINE void copy_words(const void* from, void* to, int64_t first, int64_
   }
 }
 
-// What was written before comes before what is written after, also as the host sees it.
+// Orders all earlier writes before all later ones, also as seen by the host.
 AMP_EXT_INLINE void fence_for_host() {
 #if defined(__CUDA_ARCH__)
   __threadfence_system();
@@ -34,7 +34,7 @@ AMP_EXT_INLINE void fence_for_host() {
 #endif
 }
 
-// Calls copy(), which writes to a mirror, between the two stamps of it.
+// Calls copy(), which writes the mirror, and stamps the mirror before and after it.
 template <typename Copy>
 AMP_EXT_INLINE void write_mirror(ReportStamps* mirror, int64_t number, const Copy& copy) {
   *static_cast<volatile int64_t*>(&mirror->started) = number;

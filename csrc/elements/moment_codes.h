@@ -1,15 +1,16 @@
-// Moments in 8 bits.
+// 8-bit formats of moments.
 //
-// A first moment beside a second one is a ratio to its root (RatioCode): at most 7.3 with Adam's
-// betas, so that no block needs a scale, and an update errs by a bounded part of itself whatever
-// the first moments beside it are. It is measured in the power of two below that root. A second
-// moment (RootCode) and a momentum (MomentumCode) are measured in a power of two for a block of 32
-// elements.
+// An optimizer with both moments stores the first one as its ratio to the root of the second one
+// (RatioCode). With Adam's betas the ratio is at most 7.3, so blocks need no scale, and large
+// neighbours don't increase the relative error of an update. The unit of a ratio is the power of
+// two at or below that root. A second moment (RootCode) or a momentum (MomentumCode) has as unit a
+// power of two that a block of 32 elements shares.
 //
-// Nothing that is not finite gets lost: a ratio has a code for it, a block an exponent, by which
-// all 32 are NaN.
+// inf and NaN are never lost: ratios have a code for NaN, and blocks have an exponent that makes
+// all 32 elements NaN.
 //
-// V is float or a vector of it, U uint32_t or a vector of as many; a code is in the last 8 bits.
+// V is float or a vector of float, U is uint32_t or a vector of as many uint32_t. The 8-bit code is
+// in the last bits of a U.
 #pragma once
 
 #include <cmath>
@@ -20,47 +21,46 @@
 
 namespace amp_ext {
 
-// Elements that share an exponent.
+// Number of elements that share an exponent.
 inline constexpr int kBlockSize = 32;
 
-// The power of two at or below the root of a second moment, which is not negative, by its bits: no
-// root has to be taken. 2^-64 for 0 and subnormal numbers; inf for inf and NaN, half of whose
-// exponent would be that of a finite number.
+// Returns the unit of a ratio: the power of two at or below the root of a second moment (>= 0).
+// Argument and result are float bits, so no root is computed. 0 and subnormal numbers give 2^-64;
+// inf and NaN give inf, because half of their exponent would look finite.
 template <typename U>
 AMP_EXT_INLINE U unit_below_root(U bits) {
   const U unit = ((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
   return select(as_signed(bits) < 0x7f800000, unit, U{} + 0x7f800000u);
 }
-// The same unit, by the bits of the root itself.
+// Returns the same unit from the bits of the root.
 template <typename U>
 AMP_EXT_INLINE U unit_below(U bits) {
   return larger_word(bits & 0x7f800000u, U{} + 0x1f800000u);
 }
 
-// Twice the inverse of the unit below a finite root, by the bits of the root.
+// Returns twice the inverse of the unit of a finite root, given by the bits of the root.
 template <typename U>
 AMP_EXT_INLINE U twice_inverse_unit(U bits) {
-  const U inverse = ~bits & 0x7f800000u;  // the bits of 2^128 less those of the unit
+  const U inverse = ~bits & 0x7f800000u;  // the bits of 2^128 minus the bits of the unit
   return smaller_word(inverse, U{} + 0x60000000u);
 }
-// The same by the bits of a finite second moment.
+// Returns twice the inverse of the unit, from the bits of a finite second moment.
 template <typename U>
 AMP_EXT_INLINE U twice_inverse_unit_below_root(U bits) {
   return ~((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
 }
 
-// A first moment: its sign, and the place of its ratio among 127; place 127 is NaN. `unit` has the
-// bits of a power of two.
+// Format of a first moment: the sign, and a 7-bit index into 127 ratios; index 127 is NaN. `unit`
+// has the bits of a power of two.
 //
-// The place of a ratio is kOrigin - x, where the bits of x and those of ratio + kOffset sum up to
-// kMirror: the bits of floats are nearly logarithms, so that ratio + kOffset is nearly 98 / x, a
-// hyperbola, by one subtraction of integers. Neighbours are (ratio + 0.73)^2 / 97 apart, within a
-// factor of 1.5.
+// A ratio has the index kOrigin - x with bits(x) = kMirror - bits(ratio + kOffset). Float bits are
+// nearly logarithms, so x is about 98 / (ratio + kOffset), a hyperbola that takes only one integer
+// subtraction. Neighbouring ratios are (ratio + 0.73)^2 / 97 apart, up to a factor of 1.5.
 struct RatioCode {
-  static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus those of 0.75
+  static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus the bits of 0.75
   static constexpr float kOrigin = 132.0f;
-  static constexpr float kOffset = 0.734375f;       // its bits are kMirror less those of kOrigin
-  static constexpr uint32_t kLargest = 0x41800000;  // the bits of 16, which has place 126
+  static constexpr float kOffset = 0.734375f;  // its bits are kMirror minus the bits of kOrigin
+  static constexpr uint32_t kLargest = 0x41800000;  // the bits of 16, the ratio with index 126
   static constexpr uint32_t kNan = 0x7fu;
 
   template <typename U>
@@ -71,7 +71,7 @@ struct RatioCode {
     return float_of(select(place == kNan, U{} + 0x7fc00000u, moment));
   }
 
-  // The same for a code that is a number: `place` are the bits of 2^23 plus its place.
+  // Decodes an index that is not NaN. `place` has the bits of 2^23 plus the index.
   static constexpr uint32_t kPlaceBits = 0x4b000000u;
   template <typename U>
   static AMP_EXT_INLINE auto decode_number(U place, U unit, U sign) {
@@ -80,20 +80,20 @@ struct RatioCode {
     return float_of(bits_of(ratio * float_of(unit)) | sign);
   }
 
-  // To nearest, a ratio stands still that changes by less than half a code in a step: a small one
-  // without gradients, which would move its parameter until the next; any, where beta1 is near to
-  // 1; that of gradients that agree.
+  // With rounding to nearest, a ratio that changes by less than half a code per step would freeze:
+  // for example a small ratio while gradients are 0, which would keep moving its parameter, any
+  // ratio if beta1 is near 1, or the ratio of gradients that agree.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
     const U sum = sum_of(moment, unit);
     const U added = select(dithers, word >> 19, U{} + 4096u);
     const U code = (((place_of(sum) + added) >> 13) & 0x7fu) | ((bits_of(moment) >> 24) & 0x80u);
-    // Neither inf, NaN nor negative, as beside an infinite unit.
+    // Encodes NaN if the sum is inf, NaN, or negative because the unit is infinite.
     return select(as_signed(sum >> 23) < 255, code, U{} + kNan);
   }
 
-  // The dithered place of a moment whose ratio is finite, in the bits 13 to 19. The sum is twice
-  // that of `encode`, and rounded alike.
+  // Returns the dithered index, in bits 13 to 19, of a moment whose ratio is finite. The sum is
+  // twice that of `encode` and is rounded in the same way.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =
@@ -102,15 +102,14 @@ struct RatioCode {
   }
 
  private:
-  // The bits of a ratio plus kOffset.
+  // Returns the bits of ratio + kOffset.
   template <typename V, typename U>
   static AMP_EXT_INLINE U sum_of(V moment, U unit) {
-    const V inverse = float_of(0x7f000000u - unit);  // -inf beside inf
+    const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
     return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
   }
-  // The place in units of 2^-13, the last place of this difference: a code that was decoded is
-  // itself under any word.
-  // `sum` is multiplied by 2^kPower.
+  // Returns the index in units of 2^-13, the resolution of this difference, so that a decoded value
+  // is encoded to the same code with any `word`. `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>
   static AMP_EXT_INLINE U place_of(U sum) {
     constexpr uint32_t kLimit = kLargest + (kPower << 23);
@@ -119,15 +118,16 @@ struct RatioCode {
   }
 };
 
-// What all elements of a block are measured in. Its byte is the exponent of a float32; that of inf
-// makes NaN of all codes, which are 0 then.
+// Unit of a block, a power of two. `byte` is its float32 exponent; 255 (inf) marks a block with an
+// inf or NaN: all codes are 0, and all elements are decoded as NaN.
 struct BlockUnit {
   static constexpr uint32_t kNan = 255;
 
   uint32_t byte;
 
-  // `largest` are the bits of the largest magnitude, as it is rounded; `last` is the last unit that
-  // there is, above which codes saturate; `reserve` is what the largest code lies below the unit.
+  // Returns the unit above the largest magnitude of a block. `largest` has the bits of that
+  // magnitude, with its rounding; `last` is the largest unit, beyond which codes saturate;
+  // `reserve` is the distance in bits from the largest code to the unit.
   static AMP_EXT_INLINE BlockUnit above(uint32_t largest, uint32_t last, uint32_t reserve) {
     const uint32_t exponent = ((largest + reserve) >> 23) + 1;
     return {largest >= 0x7f800000u ? kNan : exponent < last ? exponent : last};
@@ -137,15 +137,15 @@ struct BlockUnit {
   AMP_EXT_INLINE float inverse() const { return float_of((254 - byte) << 23); }
 };
 
-// A second moment: its root, with 1/16 more, so that floats are linear near to 0 and no range is a
-// case of its own. None but 0 has code 0, or a small one beside large ones would soon divide its
-// first moment by eps alone.
+// Format of a second moment: its root plus 1/16 of the unit. Floats near 1/16 are evenly spaced, so
+// small roots need no separate case. Only 0 gets code 0; otherwise a small second moment in a block
+// with large ones would become 0, and its first moment would be divided by eps alone.
 struct RootCode {
-  static constexpr uint32_t kLastUnit = 127 + 64;  // the square of which is no number
-  static constexpr uint32_t kReserve = 0x100000;   // a root is less than 15/16 of its unit
+  static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64: its square is inf
+  static constexpr uint32_t kReserve = 0x100000;   // the largest code is below 15/16 of the unit
   static constexpr uint32_t kSixteenth = 0x3d800000u;
 
-  // The functor has taken the root.
+  // Returns the value to encode. The functor has already computed the root.
   template <typename V>
   static AMP_EXT_INLINE V measured(V root) {
     return select(root < 0x1p-63f, V{}, root);
@@ -154,7 +154,7 @@ struct RootCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured * measured;
   }
-  // Roots are below 2^64: what is added makes no inf of them.
+  // Adds the rounding. Roots are below 2^64, so the sum does not overflow.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     return bits + added(dithers, word);
@@ -173,21 +173,22 @@ struct RootCode {
     return (float_of((code << 17) + kSixteenth) - 0.0625f) * unit;
   }
 
-  // The fast path always dithers. That of a GPU has roots times 2^32, of second moments below 2^64.
-  // `largest` are the bits of the largest root of a block, lifted. Below kFastLeast, with what is
-  // added, they do not tell whether it is measured as 0, and the block is unusual.
+  // Constants of the fast path, which always dithers. On a GPU its roots are multiplied by 2^32,
+  // and second moments are below 2^64. `largest` has the bits of a block's largest root, with
+  // rounding. Within 2^17 above kFastLeast, the rounding hides whether the root counts as 0: the
+  // block is unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
     return largest - kFastLeast < (1u << 17);
   }
-  // The unit of a block; of zeros the least one.
+  // Returns the exponent byte of the unit of a block; 1 if the block is all zeros.
   static AMP_EXT_INLINE uint32_t fast_unit(uint32_t largest) {
     return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
   }
-  // The code in the bits 17 and up, plus kSixteenth. `root` and `least` are multiplied by
-  // 2^kExponent, `inverse_unit` is divided by it. `least` is 2^-10 of the unit: what is not 0 has
-  // code 1 at least.
+  // Returns the code in bits 17 and up, plus kSixteenth. `root` and `least` are multiplied by
+  // 2^kExponent, and `inverse_unit` is divided by it. `least`, 2^-10 of the unit, gives every
+  // nonzero root a code of at least 1.
   template <int kExponent = kFastExponent, typename V, typename U>
   static AMP_EXT_INLINE U fast_encode(V root, V least, V inverse_unit, U word) {
     constexpr float kLeastRoot = kExponent == 0 ? 0x1p-63f : 0x1p-31f;
@@ -195,7 +196,7 @@ struct RootCode {
     const V measured = root < kLeastRoot ? V{} : maximum(root, least);
     return bits_of(add_exact_product(measured, inverse_unit, V{} + 0.0625f)) + (word >> 15);
   }
-  // decode() of a code in the bits 17 and up, plus kSixteenth; both products are exact.
+  // Decodes a code in bits 17 and up, plus kSixteenth. Both products are exact.
   template <typename V, typename U>
   static AMP_EXT_INLINE V fast_decode(U bits, V unit) {
     return add_exact_product(float_of(bits), unit, unit * -0.0625f);
@@ -208,10 +209,10 @@ struct RootCode {
   }
 };
 
-// A momentum: its sign, and its magnitude from 0 to 1: below 1/8 linear, above it octaves, each of
-// as many codes.
+// Format of a momentum: the sign, and the magnitude as a fraction of the unit. Codes are linear
+// below 1/8; above it, each octave (factor of two) has as many codes as the linear part.
 struct MomentumCode {
-  static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 is no normal number
+  static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 would be subnormal
   static constexpr uint32_t kReserve = 0;
 
   template <typename V>
@@ -222,20 +223,21 @@ struct MomentumCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured;
   }
-  // The bits of a magnitude with what rounds it up, for the unit of its block: cut off at the last
-  // code below that, the largest could not grow by less than a code in a step.
+  // Adds the rounding to the bits of a magnitude, before the unit of its block is chosen. Otherwise
+  // the largest magnitude would be limited to the last code below the unit, and could not grow by
+  // less than one code per step.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     const U sum = bits + added(dithers, word);
     const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
     const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
-    return select(as_signed(bits) < 0x00800000, bits, finite);  // the least unit has these
+    return select(as_signed(bits) < 0x00800000, bits, finite);  // their unit is the least one
   }
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V measured, float inverse_unit, bool dithers, U word) {
     const U sign = (bits_of(measured) >> 31) << 7;
     const V size = float_of(bits_of(measured) & 0x7fffffffu) * inverse_unit;
-    // With an eighth more, floats are linear there.
+    // Floats between 1/8 and 1/4 are evenly spaced, so adding 1/8 makes the codes linear.
     const auto is_linear = size < 0.125f;
     const U bits = bits_of(select(is_linear, size + 0.125f, size)) - kEighth;
     const U code =

@@ -1,10 +1,10 @@
-// Judges the norm of the gradients of a step by the norms of the steps before, and keeps their
-// statistics: mean and variance with exponential weights, which are those of all norms while these
-// are few.
+// Compares the gradient norm of a step with the norms of earlier steps. The statistics are an
+// exponentially weighted mean and variance; while there are few norms, all of them weigh the same.
 //
-// Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Which norms are
-// outliers follows Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025, who
-// clip an outlier to another value than the limit and let that enter: here none does.
+// Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
+// defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. ZClip
+// clips outliers to another value than the limit and adds it to the statistics; here outliers never
+// enter them.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -17,24 +17,24 @@
 
 namespace amp_ext {
 
-// What is known after a number of norms.
+// State of a guard after some number of norms.
 struct NormSummary : ReportStamps {
-  int64_t norms = 0;            // of steps, from 1, with those that are not finite
-  int64_t entered = 0;          // the statistics, these and earlier ones
-  int64_t outliers = 0;         // by which a step was skipped or its gradients clipped
-  int64_t nonfinite = 0;        // norms
-  int64_t last_outlier = 0;     // the number of its norm; 0: there was none
-  int64_t outliers_in_row = 0;  // of those that are not above max_norm
+  int64_t norms = 0;            // number of norms so far, including inf and NaN
+  int64_t entered = 0;          // number of norms that ever entered the statistics
+  int64_t outliers = 0;         // number of norms at which the guard skipped or clipped
+  int64_t nonfinite = 0;        // number of norms that were inf or NaN
+  int64_t last_outlier = 0;     // number of the norm of the last outlier, from 1; 0: none yet
+  int64_t outliers_in_row = 0;  // consecutive outliers, not counting norms above max_norm
   int64_t last_was_skipped = 0;
-  int64_t count = 0;  // of norms in these statistics
+  int64_t count = 0;  // number of norms in the statistics since they last restarted
   double mean = 0.0;
   double variance = 0.0;
   double last_norm = 0.0;
-  double limit = std::numeric_limits<double>::infinity();  // above which the next is an outlier
-  int64_t similar_norms = 0;                               // in a row, to similar_norm
+  double limit = std::numeric_limits<double>::infinity();  // a larger next norm is an outlier
+  int64_t similar_norms = 0;  // consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 
-  // Calls visit(name, &NormSummary::field) for what a state dict has, from which all else follows.
+  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which imply the others.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("norms", &NormSummary::norms);
@@ -50,14 +50,15 @@ struct NormSummary : ReportStamps {
   }
 };
 
-// What a guard keeps on a device, and in part once more in host memory.
+// Device memory of a guard. The mirror in host memory contains a part of it.
 struct NormGuardMemory : NormSummary {
   NormGuardHyperparameters hyperparameters;
   NormGuardMemory* mirror = nullptr;
-  double history[kHistory] = {};  // norms; negative: the step was skipped, or gradients clipped
+  double history[kHistory] = {};  // past norms; negative if the guard skipped or clipped
 };
 
-// Norms this near to each other, by their share, are not those of gradients: someone has clipped.
+// Relative distance below which two norms are "similar". A long run of similar norms means that the
+// gradients were clipped before the step.
 inline constexpr double kSimilarity = 1e-4;
 inline constexpr int64_t kManySimilarNorms = 64;
 
@@ -65,12 +66,12 @@ AMP_EXT_INLINE bool is_outlier(float norm, double limit) {
   return is_finite(norm) && static_cast<double>(norm) > limit;
 }
 
-// Standard deviation of the norms, and at least 1 % of their mean.
+// Returns the standard deviation of the norms, at least 1 % of their mean.
 AMP_EXT_INLINE double deviation_of(const NormSummary& summary) {
   return larger(square_root(summary.variance), 0.01 * summary.mean);
 }
 
-// Above which a norm is an outlier of these statistics.
+// Returns the limit above which a norm is an outlier of these statistics.
 AMP_EXT_INLINE double limit_of(const NormSummary& summary,
                                const NormGuardHyperparameters& hyperparameters) {
   if (summary.entered < hyperparameters.warmup_steps) {
@@ -79,7 +80,8 @@ AMP_EXT_INLINE double limit_of(const NormSummary& summary,
   return summary.mean + hyperparameters.sigma_factor * deviation_of(summary);
 }
 
-// The limit of the next norm. The last outlier of so many in a row is none: it begins a new level.
+// Returns the limit for the next norm. After patience - 1 consecutive outliers the statistics set
+// no limit (max_norm still does): the next outlier is accepted and restarts them at its level.
 AMP_EXT_INLINE double next_limit(const NormSummary& summary,
                                  const NormGuardHyperparameters& hyperparameters) {
   const double limit = limit_of(summary, hyperparameters);
@@ -89,7 +91,7 @@ AMP_EXT_INLINE double next_limit(const NormSummary& summary,
 
 AMP_EXT_INLINE void enter_statistics(double norm, const NormGuardHyperparameters& hyperparameters,
                                      NormSummary& summary) {
-  if (norm > limit_of(summary, hyperparameters)) {  // a new level
+  if (norm > limit_of(summary, hyperparameters)) {  // an accepted outlier: restart at its level
     const double ratio = summary.mean > 0.0 ? norm / summary.mean : 0.0;
     summary.variance = summary.variance * (ratio * ratio);
     summary.mean = norm;
@@ -106,7 +108,7 @@ AMP_EXT_INLINE void enter_statistics(double norm, const NormGuardHyperparameters
   summary.outliers_in_row = 0;
 }
 
-// Counts the norm of a step, which was skipped or not.
+// Counts the norm of a step.
 AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& memory) {
   const NormGuardHyperparameters& hyperparameters = memory.hyperparameters;
   const double value = is_finite(norm) ? norm : std::numeric_limits<double>::infinity();
@@ -132,13 +134,13 @@ AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& me
   memory.limit = next_limit(memory, hyperparameters);
 }
 
-// Ends a step. There is no norm to count after an overflow, by which a scaler goes, and where no
+// Ends a step. There is no norm to count (`is_absent`) if a scaler found an overflow or no
 // parameter had a gradient.
 AMP_EXT_INLINE void end_guarded_step(float norm, bool is_absent, bool was_skipped,
                                      NormGuardMemory& memory) {
   if (!is_absent) count_norm(norm, was_skipped, memory);
   memory.last_was_skipped = !is_absent && was_skipped ? 1 : 0;
-  memory.started += 1;  // the number of this step
+  memory.started += 1;  // number of this step
   memory.finished = memory.started;
   NormGuardMemory* const mirror = memory.mirror;
   write_mirror(mirror, memory.started, [&] {

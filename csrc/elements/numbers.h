@@ -1,6 +1,5 @@
-// The kinds of numbers that a parameter and its state consist of: the arrays that hold them, and
-// how they are rounded. An engine loads a number as the type that is computed in, and stores it:
-// cpu/number.h and cuda/number.cuh.
+// Number formats of a parameter and its state: the arrays that store a number, and its rounding.
+// The engines load and store these formats in cpu/number.h and cuda/number.cuh.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace amp_ext {
 
-// What a buffer's elements are: numbers of a dtype, or 8-bit codes.
+// Format of the elements of a buffer: a dtype or an 8-bit format.
 enum class BufferFormat : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16, kRatio8, kBlockwise8 };
 
 constexpr BufferFormat format_of(DType dtype) { return static_cast<BufferFormat>(dtype); }
@@ -22,10 +21,10 @@ constexpr bool is_code(BufferFormat format) {
   return format == BufferFormat::kRatio8 || format == BufferFormat::kBlockwise8;
 }
 
-// What a parameter has beside its own array.
+// Storage of a parameter's master: none, a float32 array, or a residual of 16 or 8 bits.
 enum class Master : uint8_t { kNone, kFloat32, kLow16, kLow8 };
 
-// The code of a buffer that may be in one.
+// Returns the 8-bit format of a buffer with this code, which must not be kNone.
 constexpr BufferFormat format_of(BufferCode code) {
   return code == BufferCode::kRatio ? BufferFormat::kRatio8 : BufferFormat::kBlockwise8;
 }
@@ -38,30 +37,31 @@ struct Plain {
   static constexpr BufferFormat kFormat = format_of(kDType<Storage>);
 };
 
-// A parameter that is computed in a float32 master: its own array has the master, rounded.
+// A parameter with a float32 master: steps update the master and round it to the parameter.
 template <typename Storage>
 struct Mastered {
   using Stored = Storage;
   static constexpr Master kMaster = Master::kFloat32;
 };
 
-// A parameter that is the upper part of its master; the lower part, of kBits, is an array beside
-// it.
+// A parameter that is the upper part of its split master; a second array holds the residual, of
+// kBits bits.
 template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
   using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
   static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
-  // Whether the lower part is a difference (SplitHalf16), not bits of the magnitude (SplitMaster).
+  // True if the residual is a difference (SplitHalf16), false if it has the lower bits of the
+  // master's magnitude (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
 };
 
-// First moments in 8 bits: their ratios to the second moments beside them, as these are stored.
+// First moments in 8 bits: ratios to the roots of the second moments as stored.
 struct Ratio {
   static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
 };
 
-// Moments in 8 bits with a byte beside them for each block of kBlockSize elements.
+// Moments in 8 bits, with one exponent byte for each block of kBlockSize elements.
 template <typename MomentCode>
 struct Blockwise {
   using Code = MomentCode;
@@ -75,8 +75,8 @@ using FormatOfCode = std::conditional_t<
                        std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
                                           Plain<BFloat16>>>>;
 
-// How the buffers of a parameter are kept: each in the kind that goes with the code that it may
-// take. All in one dtype, or in these codes.
+// Formats of all buffers of a parameter. Uniform stores all in one dtype; Coded stores each in its
+// 8-bit format if `codes` includes that format, else in bfloat16.
 template <typename Storage>
 struct Uniform {
   static constexpr bool kAreCoded = false;

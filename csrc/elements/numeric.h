@@ -1,14 +1,14 @@
-// The functions that the formulas share, with the same bits on every processor.
+// Functions that the formulas share. They give the same bits on every processor.
 //
-// Elements (type V) are numbers in one engine and vectors of numbers in another, constants (type T)
-// are always numbers. A comparison of vectors is a vector too, hence `select` instead of `if`.
+// Elements (type V) are scalars in one engine and vectors of scalars in another; constants (type T)
+// are always scalars. Comparisons of vectors give vectors, so formulas use `select`, not `if`.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-// Marks a function that runs in every engine. It is always inlined: a copy kept as a function would
-// be compiled for the plain instruction set, also when it is called from a wider one.
+// Marks a function that runs in every engine. It must always be inlined: an out-of-line copy would
+// be compiled for the baseline instruction set, even if its callers use a wider one.
 #if defined(__CUDACC__)
 #define AMP_EXT_INLINE __host__ __device__ __forceinline__
 #else
@@ -17,13 +17,13 @@
 
 namespace amp_ext {
 
-// One of two elements, or of an element and a constant.
+// Chooses, for each element, one of two elements, or an element or a constant.
 template <typename Condition, typename First, typename Second>
 AMP_EXT_INLINE auto select(Condition condition, First if_true, Second if_false) {
   return condition ? if_true : if_false;
 }
 
-// -1, 0 or 1; zeros and NaN are themselves.
+// Returns -1, 0 or 1; zeros keep their sign, and NaN stays NaN.
 template <typename V>
 AMP_EXT_INLINE V sign(V value) {
   return select(value > 0, V{} + 1, select(value < 0, V{} - 1, value));
@@ -32,19 +32,20 @@ AMP_EXT_INLINE V sign(V value) {
 AMP_EXT_INLINE float square_root(float value) { return std::sqrt(value); }
 AMP_EXT_INLINE double square_root(double value) { return std::sqrt(value); }
 
-// a * b + c, rounded once.
+// Returns a * b + c with one rounding.
 AMP_EXT_INLINE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
-// a * b + c where a * b is exact, or so small beside c that its rounding is lost.
+// Returns a * b + c. The product must be exact, or so much smaller than c that its rounding does
+// not change the sum, so that fused and separate operations give the same bits.
 AMP_EXT_INLINE float add_exact_product(float a, float b, float c) {
   return fused_multiply_add(a, b, c);
 }
-// The larger of two numbers, neither of which is NaN.
+// Returns the larger of two numbers, neither of which may be NaN.
 AMP_EXT_INLINE float maximum(float a, float b) { return std::fmax(a, b); }
 AMP_EXT_INLINE float magnitude_of(float value) { return std::fabs(value); }
 
-// a * b, not joined with the sign that it is used with: where both signs of a product are used, the
-// compiler would multiply twice.
+// Returns a * b. On a GPU, the intrinsic prevents the compiler from merging a negation into the
+// product: code that needs both a * b and -(a * b) would multiply twice.
 AMP_EXT_INLINE float product(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
@@ -53,12 +54,12 @@ AMP_EXT_INLINE float product(float a, float b) {
 #endif
 }
 
-// start + weight * (end - start), from the nearer end, as torch.lerp does: with a weight of 1 it is
-// the end.
+// Interpolates: start + weight * (end - start). Like torch.lerp, it starts from the nearer of the
+// two, so that a weight of 1 gives exactly `end`.
 template <typename T>
 struct Interpolation {
   bool from_end;
-  T factor;  // of the difference: the weight, or from the end the negative rest to 1
+  T factor;  // factor of end - start: weight, or weight - 1 if from_end
 
   static AMP_EXT_INLINE Interpolation of(double weight, double rest) {
     const bool from_end = static_cast<T>(weight) >= T(0.5);
@@ -71,15 +72,15 @@ struct Interpolation {
   }
 };
 
-// The larger of two numbers; NaN if either is NaN, as in torch.maximum.
+// Returns the larger of two numbers, or NaN if either is NaN, as torch.maximum.
 template <typename V>
 AMP_EXT_INLINE V larger(V a, V b) {
   return select(a > b || a != a, a, b);
 }
 
-// 1 - base^exponent for a whole exponent, within 2 units in the last place: 1 - pow(...) would lose
-// all digits that the power shares with 1. With a = 1 - b a square is 1 - b^2 = a (2 - a), and a
-// product 1 - b c = (1 - b) + (1 - c) b: all terms are positive, so nothing cancels.
+// Returns 1 - base^exponent for an integer exponent, within 2 units in the last place; 1 - pow(...)
+// loses digits if the power is near 1. Works on complements: with a = 1 - b, 1 - b^2 is a * (2 -
+// a), and 1 - b * c is (1 - b) + (1 - c) * b. All terms are positive, so nothing cancels.
 AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
   double result = 0.0;
   double factor = 1.0 - base;  // 1 - base^(2^k)
@@ -90,7 +91,7 @@ AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
   return result;
 }
 
-// False for inf and NaN.
+// True if a value is neither inf nor NaN.
 template <typename V>
 AMP_EXT_INLINE auto is_finite(V value) {
   return value - value == V{};

@@ -1,5 +1,5 @@
-// What a scaler tells of its updates: counts, limits and the last scales. It is kept beside the
-// scale and copied to host memory, so that reading it never waits.
+// Report of a gradient scaler on its updates: counts, limits and the last scales. It is stored on
+// the device of the scale and mirrored in host memory, so that reading it never waits.
 #pragma once
 
 #include <cstdint>
@@ -9,41 +9,43 @@
 
 namespace amp_ext {
 
-struct ScalerSummary : ReportStamps {  // of updates
+struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;
-  int64_t settled_after = -1;    // updates before the first clean one; -1: there was none yet
-  int64_t nonfinite_slot = -1;   // whose gradient was the last bad one
-  int64_t nonfinite_index = -1;  // its index among the optimizer's
-  int64_t nonfinite_update = 0;  // the update that reported it
-  double scale = 0.0;            // after the update
+  int64_t settled_after = -1;    // updates before the first one without overflow; -1: none yet
+  int64_t nonfinite_slot = -1;   // report slot of the optimizer with the last inf or NaN gradient
+  int64_t nonfinite_index = -1;  // index of that gradient among those of the optimizer
+  int64_t nonfinite_update = 0;  // number of the update that reported the gradient
+  double scale = 0.0;            // scale after the update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
   double settled_scale = 0.0;
 };
 
 struct ScalerReport : ScalerSummary {
-  double history[kHistory] = {};  // scales that the steps had; negative: skipped
+  double history[kHistory] = {};  // scale at each update; negative if it had an overflow
 };
 
 struct OptimizerReport {
-  int64_t update = 0;  // the last one that the optimizer took part in; 0: none
+  int64_t update = 0;  // number of the last update that included the optimizer; 0: none
   int64_t skips = 0;
   int64_t last_was_skipped = 0;
 };
 
-// Where the number of the first bad tensor of a look stands that found none.
+// Value of `first_nonfinite` when a scan has found no inf or NaN.
 inline constexpr int64_t kNoTensor = INT64_MAX;
 
-// The flag of one optimizer's look on one device.
+// Result of the scan of one optimizer's gradients on one device.
 struct OverflowFlag {
-  const float* found_inf;    // [1]; anything but 0 is an overflow
-  int64_t* first_nonfinite;  // [1], number of a tensor or kNoTensor, which it is set to; or null
-  int64_t slot;              // of the optimizer's report
+  const float* found_inf;  // [1], not 0 after an overflow
+  // [1], index of the first gradient with inf or NaN, or kNoTensor (which updates restore); or
+  // null.
+  int64_t* first_nonfinite;
+  int64_t slot;  // index of the optimizer's report
 };
 
-// Counts a flag before its update; `found` is whether it is set.
+// Counts one flag before the update of the scale; `found` is true if the flag is set.
 AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerReport& report,
                                 OptimizerReport* optimizers) {
   OptimizerReport& optimizer = optimizers[flag.slot];
@@ -63,7 +65,7 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
   *flag.first_nonfinite = kNoTensor;
 }
 
-// Counts an update, of which all flags were counted.
+// Counts an update, after all of its flags were counted.
 AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale_after,
                                   ScalerReport& report) {
   if (report.updates == 0) report.smallest_scale = report.largest_scale = scale_before;
@@ -73,7 +75,7 @@ AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale
   report.skips += overflow ? 1 : 0;
   report.consecutive_skips = overflow ? report.consecutive_skips + 1 : 0;
   report.scale = scale_after;
-  const float scales[] = {scale_before, scale_after};  // the first may have been set by hand
+  const float scales[] = {scale_before, scale_after};  // scale_before may have been set by hand
   for (const float scale : scales) {
     if (report.smallest_scale > scale) report.smallest_scale = scale;
     if (report.largest_scale < scale) report.largest_scale = scale;

@@ -1,7 +1,7 @@
 // Stochastic gradient descent, plain or with (Nesterov) momentum, for one element.
 //
 // Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep
-// learning", 2013, in torch's form: the learning rate multiplies the whole update.
+// learning", 2013, in torch's form: the learning rate multiplies the complete update.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -19,12 +19,12 @@ struct Sgd {
   WeightDecay<T> weight_decay;
   T lr;
   T momentum;
-  T buffer_weight;  // of the old momentum_buffer in the new one
-  T grad_weight;    // of the gradient in the new momentum_buffer
+  T buffer_weight;  // weight of the old momentum_buffer in the new one
+  T grad_weight;    // weight of the gradient in the new momentum_buffer
   bool nesterov;
 
-  // `step` counts from 1. The first step is not dampened: its buffer is the gradient. That matters
-  // only with dampening, and only then is there a step counter; without one `step` is 0.
+  // Computes the constants of step number `step`, from 1. The first step is not dampened: its
+  // momentum_buffer is the gradient. Only dampening needs a step counter; without one `step` is 0.
   static AMP_EXT_INLINE Sgd for_tensor(const SgdHyperparameters& hyperparameters, double lr,
                                        double step) {
     const bool first = step == 1.0;
@@ -50,7 +50,7 @@ struct Sgd {
     param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
   }
 
-  // The fast path, as that of Adam.
+  // Fast path: see Adam.
   static bool has_fast_path(const SgdHyperparameters& group) { return takes_fast_path(group); }
   AMP_EXT_INLINE Sgd usual() const {
     Sgd known = *this;

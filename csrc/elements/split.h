@@ -1,17 +1,17 @@
-// Masters that are split: a 16-bit parameter, and 16 or 8 bits that make a float32 of it, or the
-// upper 24 bits of one.
+// Split masters: a 16-bit parameter and a residual of 16 or 8 bits together store a float32 master,
+// or its upper 24 bits if the residual has 8.
 //
-// bfloat16, and float16 with 8 bits: the bits of the magnitude are cut in two, and the lower part
-// is a signed number. Its sign says both that it is a half or more and that the parameter was
-// rounded up, as in apex's distributed fused Adam. So the parameter is the master, rounded to
-// nearest, ties away from zero. Nothing is stored as a zero and a negative lower part: there
-// somebody has written a zero into the parameter, and it is one.
+// bfloat16, and float16 with 8 bits: the magnitude's bits are cut in two, and the residual is the
+// lower part, as a signed number. If its sign bit is set, the residual is at least half of the
+// parameter's last place and the parameter was rounded up, as in apex's distributed fused Adam. The
+// parameter is thus the master rounded to nearest, ties away from zero. A split never gives a zero
+// parameter with a negative residual: such a zero was written from outside, and the master is zero.
 //
-// float16 with 16 bits: the parameter is the master, rounded to nearest even, and the lower part
-// what is missing, in units of 2^-15 of the parameter's last place. That is exact from 2^-16 on.
-// What would round to inf becomes 65504.
+// float16 with 16 bits: the parameter is the master rounded to nearest even. The residual is the
+// difference, in units of 2^-15 of the parameter's last place; it is exact for parameters from
+// 2^-16 on. Masters that would round to inf become 65504.
 //
-// V is float or a vector of it, U uint32_t or a vector of as many.
+// V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace amp_ext {
 
-// The bits of a magnitude, of the parts of it; `low` has kLowBits bits, and none above.
+// Returns the bits of the master's magnitude. `residual` has kLowBits bits and zeros above.
 template <int kLowBits, typename U>
 AMP_EXT_INLINE U joined_magnitude(U param, U residual) {
   const U magnitude = param & 0x7fffu;
@@ -30,20 +30,21 @@ AMP_EXT_INLINE U joined_magnitude(U param, U residual) {
   return select(as_signed(magnitude) < as_signed(was_rounded_up), U{}, joined);
 }
 
-// The parameter's magnitude; the lower part is what stands below it in `bits`.
+// Returns the magnitude of the parameter, rounded up if the last kLowBits of `bits`, the residual,
+// are at least a half.
 template <int kLowBits, typename U>
 AMP_EXT_INLINE U upper_part(U bits) {
   return (bits >> kLowBits) + ((bits >> (kLowBits - 1)) & 1u);
 }
 
-// Without the last bits: rounded to nearest even, or dithered by the first bits of `word`.
+// Drops the last kBits bits: rounds to nearest even, or adds the top bits of `word` as dither.
 template <int kBits, typename U>
 AMP_EXT_INLINE U without_last_bits(U bits, bool dithers, U word) {
   const U to_even = ((1u << (kBits - 1)) - 1u) + ((bits >> kBits) & 1u);
   return (bits + select(dithers, word >> (32 - kBits), to_even)) >> kBits;
 }
 
-// A master and its parts. `param` are the parameter's bits.
+// Splits and joins masters. `param` has the bits of the parameter.
 template <typename Storage, int kLowBits>
 struct SplitMaster;
 
@@ -55,9 +56,9 @@ struct SplitMaster<BFloat16, kLowBits> {
     return float_of(magnitude | ((param >> 15) << 31));
   }
 
-  // The same of a parameter in the upper half of its word, and of a lower part that stands where it
-  // belongs, with its sign in all bits above. NaN where somebody has written a zero beside a
-  // negative lower part.
+  // Joins a parameter in the upper half of its word and a residual in its final position,
+  // sign-extended. Faster than join(), but NaN for a zero parameter that was written next to a
+  // negative residual.
   template <typename U>
   static AMP_EXT_INLINE auto join_number(U param, U residual) {
     return float_of(param + residual);
@@ -80,7 +81,7 @@ struct SplitMaster<Half, 8> {
     const auto normal = (joined << 5) + ((127u - 15u) << 23);
     const auto subnormal = bits_of(to_number(joined) * 0x1p-32f);
     U magnitude = select(as_signed(joined) < (1 << 18), subnormal, normal);
-    // inf and NaN have no lower part.
+    // inf and NaN have no residual.
     const U special = 0x7f800000u | ((param & 0x03ffu) << 13);
     magnitude = select(as_signed(param & 0x7fffu) < 0x7c00, magnitude, special);
     return float_of(magnitude | ((param >> 15) << 31));
@@ -91,7 +92,8 @@ struct SplitMaster<Half, 8> {
     const U sign = (bits_of(master) >> 16) & 0x8000u;
     const U magnitude = bits_of(master) & 0x7fffffffu;
     const auto size = as_signed(magnitude);
-    // In units of 2^-37 where float16 is subnormal; else the bits, with the exponent of a float16.
+    // `fine` counts units of 2^-37 if the float16 is subnormal; otherwise it has the bits of the
+    // magnitude with the exponent bias of float16.
     const V small = select(size < 0x38800000, float_of(magnitude), V{});
     const U fine =
         select(size < 0x38800000, to_integer(small * 0x1p37f), magnitude - ((127u - 15u) << 23));
@@ -104,9 +106,9 @@ struct SplitMaster<Half, 8> {
   }
 };
 
-// The lower 16 bits of a float16 parameter; both are floats here.
+// A float16 parameter with a residual of 16 bits. Parameter and master are passed as floats.
 struct SplitHalf16 {
-  // The exponent of 2^-15 of the last place of a float16, as a float32 has it.
+  // Returns the float32 exponent of 2^-15 of the last place of a float16.
   template <typename V>
   static AMP_EXT_INLINE auto unit_exponent(V param) {
     using U = decltype(bits_of(V{}));
@@ -114,21 +116,22 @@ struct SplitHalf16 {
     return select(as_signed(exponent) < 113, U{} + 113u, exponent) - 25u;  // 10 + 15
   }
 
-  // What `param`, to be rounded, is made of.
+  // Returns the value that is rounded to the parameter: a finite master, limited to 65504.
   template <typename V>
   static AMP_EXT_INLINE V saturated(V master) {
     const auto size = as_signed(bits_of(master) & 0x7fffffffu);
-    const V largest = float_of(0x477fe000u | (bits_of(master) & 0x80000000u));  // 65504
-    const V limited = select(size < 0x477ff000, master, largest);               // 65520
+    const V largest = float_of(0x477fe000u | (bits_of(master) & 0x80000000u));  // +-65504
+    const V limited = select(size < 0x477ff000, master, largest);  // 65520 rounds to inf
     return select(size < 0x7f800000, limited, master);
   }
 
-  // `low` is a signed number in the lower 16 bits.
+  // `residual` is a signed number in the lower 16 bits.
   template <typename V, typename U>
   static AMP_EXT_INLINE V join(V param, U residual) {
     const V number = to_number(residual << 16) * 0x1p-16f;
-    // Below a power of two numbers are half as far apart. More than half of that towards zero is of
-    // another parameter, to which somebody has written this one.
+    // Just below a power of two, float16 values are only half as far apart, so a residual towards
+    // zero is at most 8192 units there. A larger one belongs to another parameter, which was
+    // overwritten from outside, and is limited.
     const U bits = bits_of(param);
     const U mantissa = bits & 0x007fffffu;
     const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);
@@ -143,7 +146,7 @@ struct SplitHalf16 {
   template <typename V>
   static AMP_EXT_INLINE auto residual_of(V master, V param) {
     const V number = (master - param) * float_of((254u - unit_exponent(param)) << 23);
-    // Adding 1.5 * 2^23 rounds to a whole number, which the last bits are then.
+    // Adding 1.5 * 2^23 rounds to an integer, which is then in the last bits.
     using U = decltype(bits_of(V{}));
     return select(is_finite(param), bits_of(number + 0x1.8p23f) & 0xffffu, U{});
   }

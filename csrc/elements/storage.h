@@ -1,7 +1,7 @@
-// How numbers are stored: the 16-bit formats and their conversion, rounding to nearest even.
+// The 16-bit storage formats, and conversions that round to nearest even.
 //
-// Plain integer arithmetic, independent of flush-to-zero modes. The engines use the processor's own
-// instructions, which give the same bits, where it has them; so does cpu/vector.h for vectors.
+// The conversions use plain integer arithmetic and do not depend on flush-to-zero modes. Engines
+// (and cpu/vector.h) use native instructions with the same bits where the processor has them.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace amp_ext {
 
-// The element types of tensors.
+// Dtypes of tensors.
 enum class DType : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 struct Half {
@@ -31,7 +31,7 @@ inline constexpr DType kDType<Half> = DType::kFloat16;
 template <>
 inline constexpr DType kDType<BFloat16> = DType::kBFloat16;
 
-// Calls `function` with a value of the C++ type of `dtype`.
+// Calls `function` with a default value of the C++ type that stores `dtype`.
 template <typename Function>
 void for_dtype(DType dtype, Function&& function) {
   switch (dtype) {
@@ -46,7 +46,7 @@ void for_dtype(DType dtype, Function&& function) {
   }
 }
 
-// The type that an element is computed in.
+// Type in which elements of a storage type are computed: double for double, else float.
 template <typename Storage>
 struct ComputeType {
   using type = float;
@@ -56,7 +56,8 @@ struct ComputeType<double> {
   using type = double;
 };
 
-// An element as an unsigned integer, and the bits of it that are all set in inf and NaN.
+// BitPattern is the unsigned integer with the size of an element. kExponentMask has its exponent
+// bits, which are all set for inf and NaN.
 template <typename Storage>
 struct BitPattern {
   using type = uint16_t;
@@ -93,7 +94,7 @@ AMP_EXT_INLINE float float_of(uint32_t bits) {
 }
 
 AMP_EXT_INLINE int32_t as_signed(uint32_t bits) { return static_cast<int32_t>(bits); }
-// The smaller and the larger of two words, compared as signed numbers.
+// Return the smaller and the larger of two words, compared as signed integers.
 AMP_EXT_INLINE uint32_t smaller_word(uint32_t a, uint32_t b) {
   return as_signed(a) < as_signed(b) ? a : b;
 }
@@ -111,7 +112,8 @@ AMP_EXT_INLINE float to_float(Half value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t exponent = value.bits & 0x7c00u;
   const uint32_t mantissa = value.bits & 0x03ffu;
-  // Moves exponent and mantissa into place and rebiases the exponent: 15 to 127, or all ones.
+  // Shift exponent and mantissa into place and change the exponent bias from 15 to 127; an exponent
+  // of all ones (inf, NaN) stays all ones.
   const uint32_t rebias = exponent == 0x7c00u ? (255u - 31u) << 23 : (127u - 15u) << 23;
   const uint32_t quiet = exponent == 0x7c00u && mantissa != 0 ? 0x00400000u : 0u;
   const uint32_t normal = ((exponent | mantissa) << 13) + rebias;
@@ -128,10 +130,11 @@ AMP_EXT_INLINE void from_float(float value, BFloat16& stored) {
 AMP_EXT_INLINE void from_float(float value, Half& stored) {
   const uint32_t sign = (bits_of(value) >> 16) & 0x8000u;
   const uint32_t magnitude = bits_of(value) & 0x7fffffffu;
-  // Normal: drop 13 bits of the mantissa, rounding, and rebias the exponent.
+  // Normal: drop 13 bits of the mantissa, with rounding, and change the exponent bias.
   const uint32_t rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   const uint32_t normal = rounded - ((127u - 15u) << 10);
-  // Subnormal: adding 0.5 makes the float's last bit worth 2^-24, so that the sum is rounded there.
+  // Subnormal: the last bit of 0.5f is worth 2^-24, as in a subnormal float16, so the addition
+  // rounds.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
   uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14

@@ -1,9 +1,9 @@
-// An average of weights over the steps of an optimizer that have landed.
+// An average of weights over the applied (not skipped) steps of an optimizer.
 //
 // Exponential: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992,
 // with the weights of torch.optim.swa_utils.get_ema_multi_avg_fn. Equal: Izmailov et al.,
-// "Averaging Weights Leads to Wider Optima and Better Generalization", 2018. While it warms up, the
-// decay grows as in TensorFlow's ExponentialMovingAverage.
+// "Averaging Weights Leads to Wider Optima and Better Generalization", 2018. The warm-up of the
+// decay is that of TensorFlow's ExponentialMovingAverage.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +13,25 @@
 namespace amp_ext {
 
 struct AverageHyperparameters {
-  double decay = 0.999;   // of the average, each time
-  bool is_equal = false;  // every weight counts the same, in place of the decay
-  bool warms_up = false;  // the decay is (1 + n) / (10 + n) after n averages, as long as it is less
-  int64_t every = 1;      // an average is taken at each such step, of those that have landed
+  double decay = 0.999;   // weight of the old average at each update
+  bool is_equal = false;  // average all weights equally, without the decay
+  bool warms_up = false;  // limit the decay to (1 + n) / (10 + n) after n averages
+  int64_t every = 1;      // average after every `every`-th applied step
 };
 
-// What an average has seen, on its device.
+// Counters of an average, on its device.
 struct AverageCounters {
-  int64_t steps;     // that have landed
-  int64_t averages;  // that were taken
+  int64_t steps;     // number of applied steps
+  int64_t averages;  // number of averages taken
 };
 
-// What one step means for an average.
+// Effect of one step on an average, with the constants of the update.
 struct AverageStep {
   bool step_applied;
-  bool is_taken;
-  bool is_first;  // the average becomes the weight
+  bool is_taken;  // true if this step is averaged
+  bool is_first;  // true for the first average, a copy of the weight
   Interpolation<float> towards_weight;
-  uint64_t number;  // of the average, from 1
+  uint64_t number;  // number of this average, from 1
 
   static AMP_EXT_INLINE AverageStep of(const AverageHyperparameters& hyperparameters,
                                        const AverageCounters& counters, bool step_applied) {
@@ -53,14 +53,14 @@ struct AverageStep {
     return select(is_first, weight, towards_weight(average, weight));
   }
 
-  // Where the first element of a tensor stands for the dither of a narrow average, which hashes the
-  // place: it is elsewhere at each average. The sequence by which parameters are dithered would do
-  // worse here: an average goes back and forth between two numbers, each time by a small share of
-  // what lies between, and by a sequence that remembers the last time it ends up to 40 % of the way
-  // off, where hashes are right in the mean. Eight neighbours still share out one unit.
+  // Returns the index from which a tensor's elements are dithered if its average is in low
+  // precision. The index differs at each average, so that the hash gives independent thresholds.
+  // The Weyl sequence of the parameters is worse here: an average moves in small fractions of the
+  // distance between two storable values, and with correlated thresholds it settles up to 40 % of
+  // that distance off. The phases of eight neighbours remain evenly spread.
   AMP_EXT_INLINE int64_t dither_place(int64_t global_offset) const {
     constexpr uint64_t kStride = 0x9E3779B97F4A7C18u;      // eight times an odd number
-    constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // so that places behind it are numbers
+    constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // leaves room to add an index
     return static_cast<int64_t>((static_cast<uint64_t>(global_offset) + number * kStride) &
                                 kPlaces);
   }

@@ -23,7 +23,8 @@ struct WeightDecay {
 
   template <typename V>
   AMP_EXT_INLINE void operator()(V& grad, V& param) const {
-    // Without decay an inf in a parameter stays out of its gradient: 0 * inf is NaN.
+    // Skips the addition without decay, because 0 * inf would make the gradient of an inf parameter
+    // NaN.
     grad = select(is_coupled, grad + coupled * param, grad);
     param = param * shrink_factor;
   }
