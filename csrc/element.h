@@ -1,5 +1,4 @@
-// What a step does to one element, whatever the optimizer: unscales and clips its gradient, then
-// calls the formula.
+// Step of one element: unscales and clips the gradient, then calls the formula of the optimizer.
 #pragma once
 
 #include <type_traits>
@@ -13,22 +12,23 @@
 
 namespace amp_ext {
 
-// What a step makes of its inputs. A scale without a finite inverse (0, or 1e-39) counts as an
-// overflow: its gradients can't be unscaled.
+// Decision of a step, made from its inputs before it processes gradients: skip or not, and the
+// factors for unscaling and clipping. A scale without a finite inverse (0, or 1e-39) counts as an
+// overflow, because gradients can't be unscaled.
 struct StepDecision {
   float inv_scale;
   float clip_coefficient;
-  double clip_coefficient64;  // of float64 gradients
-  float grad_norm;            // of the unscaled gradients, if it is asked for
-  bool skip;                  // after an overflow, or because a guard says so
+  double clip_coefficient64;  // coefficient for float64 gradients
+  float grad_norm;            // norm of the unscaled gradients; 0 if it was not requested
+  bool skip;                  // true after an overflow, or if a guard rejects the norm
   bool skip_nonfinite;
   bool overflow;
 
-  // As a step leaves it for those who follow it on the device.
+  // Returns the value of the device flag `step_applied`.
   AMP_EXT_INLINE float step_applied() const { return skip ? 0.0f : 1.0f; }
 
   static AMP_EXT_INLINE StepDecision read(const GradientInputs& inputs) {
-    // Loaded before the first is used: a GPU then waits once.
+    // Load all inputs before the first use, so that a GPU waits for memory only once.
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
@@ -53,14 +53,15 @@ struct StepDecision {
       if (!is_finite(max_norm)) return factor;
     }
     factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
-    // Norm and coefficient may be too large and too small for a float32.
+    // In float32, the norm may overflow and the coefficient underflow: then use float64.
     const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
     factor.clip_coefficient64 =
         fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
     return factor;
   }
 
-  // Lets the guard of a step count its norm, when nobody reads these inputs any more.
+  // Counts the norm in the statistics of the guard. Call it after the last kernel that reads the
+  // inputs.
   static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
     const StepDecision factor = read(inputs);
     const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
@@ -68,14 +69,14 @@ struct StepDecision {
   }
 };
 
-// The constants of a step for one tensor: everything that does not depend on the element.
+// Constants of a step for one tensor: everything that does not depend on the element.
 template <typename Functor, typename T>
 struct TensorConstants {
   Functor update;
-  T grad_factor;  // inverse scale and clip coefficient
+  T grad_factor;  // inverse scale times clip coefficient
   T clip_value;
-  T direction;    // -1 to maximize
-  uint32_t step;  // its number, for dithering
+  T direction;    // -1 to maximize, else 1
+  uint32_t step;  // number of the step, for dithering
   bool write_back_grads;
   bool skip_nonfinite;
 
@@ -86,7 +87,7 @@ struct TensorConstants {
                 factor);
   }
 
-  // The same with what read_lr and read_step give, for those who read before they compute.
+  // Overload for callers that load `lr` and `step` earlier, by read_lr() and read_step().
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
        const StepDecision& factor) {
@@ -107,25 +108,25 @@ struct TensorConstants {
                : static_cast<double>(*hyperparameters.lr_on_device);
   }
 
-  // The number of this step, from 1. `step` counts those taken, or is null.
+  // Returns the number of this step, from 1. `step` points to the counter of steps taken, or is
+  // null.
   static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
                                          const float* step) {
     return step == nullptr ? hyperparameters.timestep : steps_of(*step) + 1.0;
   }
 
-  // The gradient as the optimizer sees it.
+  // Returns the gradient as the formula gets it, except for the sign of `maximize`.
   template <typename V>
   AMP_EXT_INLINE V unscale_and_clip(V grad) const {
     return amp_ext::clip_value(grad * grad_factor, clip_value);
   }
 
-  // Whether a gradient's element is left alone.
+  // True if the element with this gradient must stay unchanged.
   AMP_EXT_INLINE bool skips(T grad) const { return skip_nonfinite && !is_finite(grad); }
 };
 
-// Calls the functor for one element, or a vector of elements: its gradient, unscaled and clipped,
-// the parameter, and its buffers. Buffer number kRoot becomes the root of the second moment that it
-// was; -1: none does.
+// Calls the formula for one element or vector of elements. `grad` must be unscaled and clipped. If
+// kRoot is not -1, buffers[kRoot], a second moment, is replaced by its root.
 template <int kRoot, typename Functor, typename T, typename V, int... index>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
                                    [[maybe_unused]] V* buffers,

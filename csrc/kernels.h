@@ -1,4 +1,4 @@
-// Every kernel: the optimizers, and the dtypes that they are compiled for.
+// List of all kernels: the optimizers, and the number formats for which they are compiled.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@
 #include "elements/sgd.h"
 #include "elements/storage.h"
 
-// functor.
+// Calls X(functor) for each optimizer.
 #define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)
 
-// functor, number of buffers: the first ones of those that its hyperparameters describe.
+// Calls X(functor, n) for each kernel; it has the first n buffers of the optimizer's description.
 #define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
   X(Adam, 2)                                 \
   X(Adam, 3) /* AMSGrad */                   \
@@ -29,22 +29,22 @@
 namespace amp_ext {
 
 #define AMP_EXT_COUNT(Functor, buffers) buffers,
-// Of the kernels.
+// Largest number of buffers of a kernel.
 inline constexpr int kMaxBuffers = std::max({AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_COUNT)});
 #undef AMP_EXT_COUNT
 static_assert(kMaxBuffers <= 7, "the bits of `dithered` in a record tell up to 7 buffers apart");
 
-// The kinds of the numbers of a parameter: its gradient, itself, and its buffers (Uniform, Coded).
+// Formats of a gradient, its parameter, and the parameter's buffers (Uniform or Coded).
 template <typename GradFormat, typename ParamFormat, typename BuffersOfParam>
 struct Combination {
   using Grad = GradFormat;
   using Param = ParamFormat;
   using Buffers = BuffersOfParam;
-  using T = typename ComputeType<typename Param::Stored>::type;  // the type that is computed in
+  using T = typename ComputeType<typename Param::Stored>::type;  // type of the computation
 };
 
-// The kinds of the numbers of one kernel. Its buffers are the first ones that the hyperparameters
-// describe.
+// Formats of all numbers of one kernel. Its buffers are the first ones in the hyperparameters'
+// list.
 template <typename OwnHyperparameters, typename GradFormat, typename ParamFormat,
           typename... BufferFormatTypes>
 struct NumberFormats {
@@ -56,8 +56,8 @@ struct NumberFormats {
   using T = typename ComputeType<typename Param::Stored>::type;
 
   static constexpr int kBuffers = sizeof...(BufferFormatTypes);
-  using Indices = std::make_integer_sequence<int, kBuffers>;   // of the buffers
-  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // of an array with one of each
+  using Indices = std::make_integer_sequence<int, kBuffers>;   // indices of the buffers
+  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // size of arrays, never 0
 
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
@@ -71,7 +71,7 @@ struct NumberFormats {
       ((BufferFormatTypes::kFormat == BufferFormat::kBlockwise8) || ...);
   static constexpr int kSecondMoment =
       BufferDescriptions::of<Hyperparameters>(kBuffers).second_moment();
-  // The buffer of which the functor returns the root; -1: none.
+  // Index of the buffer whose root the functor returns; -1 if the root is not needed.
   static constexpr int kRoot =
       (std::is_same_v<BufferFormatTypes, Blockwise<RootCode>> || ...) ? kSecondMoment : -1;
 
@@ -92,14 +92,14 @@ template <typename Combination, typename Hyperparameters, int kBuffers>
 using FormatsOf = typename FormatsAt<Combination, Hyperparameters,
                                      std::make_integer_sequence<int, kBuffers>>::Type;
 
-// Whether a kernel is compiled for a combination.
+// True if a kernel is compiled for this combination.
 template <typename Combination, typename Hyperparameters, int kBuffers>
 constexpr bool is_compiled() {
   using Buffers = typename Combination::Buffers;
   if constexpr (Buffers::kAreCoded) {
     return BufferDescriptions::of<Hyperparameters>(kBuffers).are_taken_in(Buffers::kCodes);
   } else {
-    // Without buffers one combination stands for all that differ in them.
+    // Without buffers, all Uniform formats are the same kernel: compile only one.
     return kBuffers > 0 || std::is_same_v<Buffers, Uniform<typename Combination::T>>;
   }
 }
@@ -110,7 +110,8 @@ struct Combinations {};
 template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
-// 16-bit parameters with every master and every dtype of gradients, and buffers kept in one way.
+// Combinations of 16-bit parameters with every kind of master and gradient dtype, and buffers
+// stored as `Buffers`. `Whole` has the parameters without split masters, `Parts` those with them.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
@@ -127,12 +128,13 @@ struct WithBuffers {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// A gradient and a parameter with all moments in 8 bits that are compiled.
+// Combinations of one gradient format and one parameter format with every set of 8-bit formats.
 template <typename Grad, typename Param>
 using WithCodes = Combinations<Combination<Grad, Param, Coded<Codes::kAll>>,
                                Combination<Grad, Param, Coded<Codes::kAllButRoots>>>;
 
-// The same for 16-bit parameters with every master, with gradients of their own dtype.
+// Combinations of 16-bit parameters with every kind of master and 8-bit moments. Gradients have the
+// dtype of the parameter.
 template <typename Param>
 struct WithMastersAndCodes {
   using Same = Plain<Param>;
@@ -142,7 +144,7 @@ struct WithMastersAndCodes {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// The combinations of 16-bit parameters in parts, for each of which the CUDA engine has a source.
+// Three parts of the combinations of 16-bit parameters. The CUDA engine has a source file for each.
 template <typename Param>
 using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>
@@ -157,7 +159,7 @@ struct WithOthers<Half> {
                                WithMastersAndCodes<Half>::Type()));
 };
 
-// Every combination that the engines are compiled for, by the dtype of the parameter.
+// All combinations for which the engines are compiled, by the dtype of the parameter.
 template <typename Param>
 struct CombinationsFor {
   using Plains = decltype(joined(WithFloat32<Param>(), WithBFloat16<Param>()));
@@ -180,14 +182,14 @@ struct CombinationsFor<double> {
                             Combination<Plain<float>, Double, Uniform<double>>>;
 };
 
-// Names a kernel of the list: kAdam2, kAdam3, kSgd0, ...
+// Kernels by the names of their functor and the number of buffers: kAdam2, kAdam3, kSgd0, ...
 enum class OptimizerKernel : int {
 #define AMP_EXT_NAME(Functor, buffers) k##Functor##buffers,
   AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_NAME)
 #undef AMP_EXT_NAME
 };
 
-// The kernel that takes these hyperparameters and this number of buffers, if there is one.
+// Returns the kernel with these hyperparameters and this number of buffers, or nullopt.
 template <typename Hyperparameters>
 std::optional<OptimizerKernel> kernel_for(int number_of_buffers) {
 #define AMP_EXT_MATCH(Functor, buffers)                                   \

@@ -1,5 +1,5 @@
-// The vocabulary between the operations and the engines: tensors as plain pointers, and what a
-// launch does to a list of them. What happens to one element is in element.h.
+// Interface between operations and engines: the arguments of each kernel launch, with tensors as
+// plain pointers. element.h has what a step does to one element.
 #pragma once
 
 #include <cstddef>
@@ -20,34 +20,33 @@
 
 namespace amp_ext {
 
-// The memory of one parameter. All of it is dense, of `numel` elements in one order. An operation
-// on gradients alone uses `grad`, `grad_dtype` and `numel`.
+// Pointers and formats of one parameter. Its arrays are dense, with `numel` elements in the same
+// order. An operation on gradients alone uses only `grad`, `grad_dtype`, `numel` and `group`.
 struct KernelTensorArgs {
   void* grad = nullptr;
   void* param = nullptr;
-  void* master_param = nullptr;     // as `master` says
-  void* buffers[kMaxBuffers] = {};  // exp_avg, ...: as many as the kernel has
-  uint8_t* exponents = nullptr;     // [numel / kBlockSize], of the buffer in blocks, or null
-  float* step = nullptr;            // [1], as elements/step_counter.h counts, or null
+  void* master_param = nullptr;     // float32 master or residual, according to `master`
+  void* buffers[kMaxBuffers] = {};  // exp_avg, ...; the kernel defines their number
+  uint8_t* exponents = nullptr;     // [numel / kBlockSize], of the blockwise buffer, or null
+  float* step = nullptr;            // [1], step counter (see elements/step_counter.h), or null
   int64_t numel = 0;
-  // Index into the launch's hyperparameters; in an operation on gradients alone the index by which
-  // it reports this one.
+  // Index into the hyperparameters of the launch. In an operation on gradients alone: the index
+  // that it reports for this tensor.
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;
   BufferFormat buffer_formats[kMaxBuffers] = {};
   Master master = Master::kNone;
-  uint8_t dithered = 0;       // kDithersParam and kDithersBuffer0 << index of those that are
-  int64_t global_offset = 0;  // the place of the first element in the whole tensor
+  uint8_t dithered = 0;  // bits of the numbers to dither: kDithersParam, kDithersBuffer0 << index
+  int64_t global_offset = 0;  // index of the first element in the full, unsharded tensor
 };
 
-// Numbers that are dithered where they are stored in 16 or 8 bits.
+// Bits of KernelTensorArgs::dithered: numbers that are dithered if stored in 16 or 8 bits.
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
-// The numbers that these hyperparameters want dithered: those that freeze when they are rounded to
-// nearest, because a step changes them by less than half a unit in the last place. For an average
-// that is so from this share on of it that a step keeps; second moments are, whatever their share.
+// Decay from which rounding to nearest can freeze a first moment or momentum: a step then changes
+// it by less than half a unit in the last place. Second moments are dithered with any decay.
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
@@ -64,7 +63,7 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   return static_cast<uint8_t>(numbers);
 }
 
-// Whether a record has the kinds of numbers that a kernel is compiled for.
+// True if the dtypes and formats of a tensor are those for which a kernel is compiled.
 template <typename NumberFormats, int... index>
 bool has_buffers(const KernelTensorArgs& args, std::integer_sequence<int, index...>) {
   return (... && (args.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
@@ -77,9 +76,8 @@ bool has_formats(const KernelTensorArgs& args) {
          has_buffers<NumberFormats>(args, typename NumberFormats::Indices());
 }
 
-// The kinds of weights and of averages for which kernels of averages are compiled: calls
-// run(weight, average) with a value of each pair, until one returns true. A float32 master is a
-// weight of its own.
+// Calls run(weight, average) with a value of each pair of formats for which averages are compiled,
+// until a call returns true. A float32 master is passed as a float32 weight.
 template <typename Run>
 bool any_formats_of_averages(const Run& run) {
   const auto of_weight = [&](auto weight) {
@@ -95,56 +93,56 @@ bool has_formats_of_average(const KernelTensorArgs& args) {
          args.buffer_formats[0] == Average::kFormat;
 }
 
-// What a step reads from the device before it touches a gradient.
+// Inputs that a step reads from the device before it processes gradients.
 struct GradientInputs {
   const float* grad_scale = nullptr;       // [1], or null: gradients are not scaled
-  const float* found_inf = nullptr;        // [1], or null; anything but 0: the step does nothing
-  const double* sum_of_squares = nullptr;  // [1], of the scaled gradients; null: nobody asks
-  double max_grad_norm = std::numeric_limits<double>::infinity();  // of the unscaled gradients
-  bool skip_nonfinite = false;       // leaves elements alone whose gradient is inf or NaN
-  NormGuardMemory* guard = nullptr;  // [1], beside sum_of_squares: judges the norm; or null
+  const float* found_inf = nullptr;        // [1], if not 0, the step writes nothing; or null
+  const double* sum_of_squares = nullptr;  // [1], of the scaled gradients; null: no norm is needed
+  double max_grad_norm = std::numeric_limits<double>::infinity();  // on unscaled gradients
+  bool skip_nonfinite = false;       // leave elements unchanged if their gradient is inf or NaN
+  NormGuardMemory* guard = nullptr;  // [1], judges the norm, requires sum_of_squares; or null
 };
 
-// One optimizer step over many tensors.
+// One optimizer step of many tensors.
 struct StepLaunch {
   OptimizerKernel kernel;
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
   const void* hyperparameters;  // [groups] of Functor::Hyperparameters
   GradientInputs inputs;
-  float* grad_norm;   // [1], written with the norm, or null
-  bool* is_launched;  // [count], all false: set for those whose kernel was launched
-  bool ends_guarded;  // whether the last kernel lets the guard count the norm
-  // [1], written with 1 where the step is taken and with 0 where it is skipped, or null.
+  float* grad_norm;   // [1], set to the norm of the unscaled gradients, or null
+  bool* is_launched;  // [count], all false; set to true for each tensor whose kernel was launched
+  bool ends_guarded;  // true if the last kernel must let the guard count the norm
+  // [1], set to 1 if the step is applied and to 0 if it is skipped; or null.
   float* step_applied = nullptr;
-  bool may_take_fast_path = true;  // of the CUDA kernels: the same bits, in less time
+  bool may_take_fast_path = true;  // allow the fast CUDA kernels, which give the same bits
 };
 
-// One step of the averages of many weights. A record has the weight as its parameter (`param`, with
-// the lower part in `master_param` where it is split) and the average as its first buffer.
+// One update of the averages of many weights. In KernelTensorArgs, `param` is the weight,
+// `master_param` its residual if the master is split, and the first buffer is the average.
 struct AverageLaunch {
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
   AverageHyperparameters hyperparameters;
-  AverageCounters* counters;  // [1], advanced when all averages are written
-  const float* step_applied;  // [1], or null: it has; 0: nothing is written
+  AverageCounters* counters;  // [1], advanced after all averages are written
+  const float* step_applied;  // [1], if 0, nothing is written; null: the step was applied
 };
 
-// A look at gradients, which are only read.
+// One scan of gradients, which are only read.
 struct GradScanLaunch {
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
-  const float* grad_scale;   // [1], or null; without a finite inverse it counts as an overflow
-  float* found_inf;          // [1], set to 1 if a gradient is inf or NaN, else left
-  int64_t* first_nonfinite;  // [1], lowered to the least index of such a gradient; or null
-  double* sum_of_squares;    // [1], added to; null: no sum is wanted
-  bool skip_nonfinite;       // leaves inf and NaN out of the sum
-  // Beside sum_of_squares: written at the index of each gradient with the sum of its squares, inf
-  // if that is not finite; or null.
+  const float* grad_scale;   // [1], or null; an overflow if it has no finite inverse
+  float* found_inf;          // [1], set to 1 if a gradient contains inf or NaN
+  int64_t* first_nonfinite;  // [1], lowered to the smallest index of such a gradient; or null
+  double* sum_of_squares;    // [1], the sum is added to it; null: not computed
+  bool skip_nonfinite;       // exclude inf and NaN from the sum
+  // Only with sum_of_squares: the sum of squares of each gradient, written at its index; inf if the
+  // sum is not finite. May be null.
   double* squares_of_tensors = nullptr;
 };
 
-// Where reports are kept. The mirrors are in host memory; a null report keeps none.
+// Reports of a scaler on the device, with mirrors in host memory. A null `report` means no reports.
 struct ReportMemory {
   ScalerReport* report = nullptr;
   ScalerReport* mirror = nullptr;
@@ -152,7 +150,8 @@ struct ReportMemory {
   OptimizerReport* optimizers_mirror = nullptr;  // [number_of_optimizers]
   int64_t number_of_optimizers = 0;
 
-  // Copies to the mirrors all but `started` and `finished`; one of `copiers` that share the work.
+  // Copies all but `started` and `finished` to the mirrors. `copiers` threads share the work; this
+  // call does the part of number `copier`.
   AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
     constexpr int64_t kWords = sizeof(ScalerSummary) / sizeof(int64_t);
     copy_words(report, mirror, 2 + copier, kWords, copiers);
@@ -163,15 +162,15 @@ struct ReportMemory {
   }
 };
 
-// One update of a loss scale, after the looks of an iteration.
+// One update of a loss scale, after all gradients of the iteration were scanned.
 struct ScaleUpdate {
   LossScaleHyperparameters hyperparameters;
   ScaleMemory state;
   ReportMemory reports;
 };
 
-// Where the factor comes from that gradients are multiplied by in place: an inverse scale, or a
-// norm and its limit.
+// Source of the factor by which gradients are multiplied: an inverse scale, or a norm and its
+// limit.
 struct MultiplyInputs {
   const float* inv_scale = nullptr;   // [1], or null
   const float* total_norm = nullptr;  // [1], if inv_scale is null
