@@ -1,4 +1,4 @@
-// The hyperparameters of the groups that a step takes, whatever their type.
+// The hyperparameters of all parameter groups, type-erased so that one plan serves any optimizer.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -18,17 +18,17 @@
 
 namespace amp_ext {
 
-// What follows from the hyperparameters of a group.
+// State entries that a group needs, as its hyperparameters determine them.
 struct StateRequirements {
   bool buffers;
-  bool step;    // its number
-  bool dither;  // of what is stored in fewer bits
+  bool step;    // the number of the step
+  bool dither;  // dithering of low-precision values
 
-  // Whether the states of the group count their steps: for the formula or for the dither.
+  // True if the states count their steps, which the formula or dithering needs.
   bool counted_steps() const { return step || dither; }
 };
 
-// The name of a hyperparameter that is NaN, which would leave nothing but NaN; null if none is.
+// Returns the name of a hyperparameter that is NaN and would spoil all parameters; null if none is.
 template <typename Hyperparameters>
 const char* nan_in(const Hyperparameters& hyperparameters) {
   const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
@@ -43,14 +43,14 @@ const char* nan_in(const Hyperparameters& hyperparameters) {
 struct AMP_EXT_API GroupTable {
   struct Entry {
     CommonHyperparameters* common;
-    OptionalTensor lr;  // where it is a tensor
-    uint8_t dithered;   // as in a record, whatever the dtypes
+    OptionalTensor lr;  // the learning rate, if it is a tensor
+    uint8_t dithered;   // bits of KernelTensorArgs::dithered, for any dtypes
     StateRequirements requirements;
-    const char* not_a_number;  // as nan_in says
+    const char* not_a_number;  // result of nan_in
   };
-  std::shared_ptr<void> hyperparameters;  // [groups]
+  std::shared_ptr<void> hyperparameters;  // [groups] of Hyperparameters
   std::optional<OptimizerKernel> (*kernel)(int buffers);
-  const BufferDescription* buffers;  // of the formula
+  const BufferDescription* buffers;  // all buffers of the formula
   std::vector<Entry> groups;
 
   template <typename Hyperparameters>

@@ -1,5 +1,4 @@
-// What a step would do: it is taken with copies, of one parameter at a time, and these are
-// measured.
+// Inspection of a coming step: takes it with copies of one parameter at a time, and measures them.
 #include "optimizer/inspection.h"
 
 #include <ATen/TensorOperators.h>
@@ -22,17 +21,17 @@ namespace amp_ext {
 
 namespace {
 
-// Elements that are measured at a time, in float64.
+// Elements that are converted to float64 and measured at a time.
 constexpr int64_t kMeasuredAtOnce = int64_t{1} << 20;
 
-// What the trial of a step keeps: nothing, since its states are copies.
+// A StateStore that discards everything: a trial step works on copies.
 class NoStore : public StateStore {
  public:
   std::vector<ParamState> make(const std::vector<int64_t>&) override { return {}; }
   void keep() override {}
 };
 
-// In the order in which a step would walk the memory of the original.
+// Returns a copy whose memory has the order in which a step visits the original.
 at::Tensor copy_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   const bool is_dense = tensor.is_non_overlapping_and_dense();
@@ -40,7 +39,7 @@ at::Tensor copy_of(const at::Tensor& tensor) {
                                         : at::MemoryFormat::Contiguous);
 }
 
-// A row with copies of all that a step writes.
+// Returns a slot with copies of all tensors that a step writes.
 ParamSlot with_copies(const ParamSlot& slot, bool writes_grad) {
   ParamSlot copy = slot;
   const bool has_moved = copy.take_fingerprint(kParam);
@@ -60,21 +59,22 @@ ParamSlot with_copies(const ParamSlot& slot, bool writes_grad) {
   return copy;
 }
 
-// The numbers that a step changes by what it adds to them.
+// Returns the values to which a step adds its update: the float32 or joined master, or the
+// parameter.
 at::Tensor decoded(const ParamSlot& slot) {
   switch (slot.master()) {
     case Master::kNone:
       return slot.param().detach();
     case Master::kFloat32:
       return slot.master_param();
-    case Master::kLow16:  // of which a state has bytes
+    case Master::kLow16:  // slots have int16, join_fp32 takes bytes
       return join_fp32(slot.param().detach(), slot.master_param().unsqueeze(-1).view(at::kByte));
     default:
       return join_fp32(slot.param().detach(), slot.master_param());
   }
 }
 
-// Calls a function with the same elements of flat tensors, some at a time.
+// Calls a function with the same slice of each flattened tensor, until all slices were visited.
 template <typename Function>
 void for_each_part(const std::vector<at::Tensor>& tensors, const Function& function) {
   std::vector<at::Tensor> flat, parts(tensors.size());
@@ -91,7 +91,7 @@ void add_squares(const at::Tensor& sum, const at::Tensor& numbers) {
   sum.add_(numbers.to(at::kDouble).square().sum());
 }
 
-// Measures a row before and after a step; `weight` is what was decoded before it.
+// Measures a slot before and after a step; `weight` is decoded(before).
 void measure(const ParamSlot& before, const at::Tensor& weight, const ParamSlot& after,
              const at::Tensor& sums) {
   sums.zero_();
@@ -111,7 +111,7 @@ void measure(const ParamSlot& before, const at::Tensor& weight, const ParamSlot&
 
 }  // namespace
 
-// Of the buffers of a row, decoded where they are in codes.
+// Adds up the squares of the buffers of a slot, dequantized if necessary.
 void Plan::measure_moments(const ParamSlot& slot, const at::Tensor& sums) const {
   optim::Moments moments;
   for (int i = 0; i < slot.number_of_buffers; ++i) {
@@ -129,7 +129,7 @@ void Plan::measure_moments(const ParamSlot& slot, const at::Tensor& sums) const 
   }
 }
 
-// A plan that looks and steps as this one, and leaves no mark in it.
+// Makes this plan scan and step like `plan`, without changing `plan`.
 void Plan::become_trial_of(const Plan& plan) {
   checks_ = plan.checks_;
   slots_ = plan.slots_;
@@ -144,13 +144,13 @@ std::vector<GradScanResult> Plan::scan_without_recording(
   const OutsideInferenceMode normal;
   Plan trial(checks_.operation);
   trial.become_trial_of(*this);
-  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks sum what a look of the plan would find
+  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks sum these too, as in a real scan
   std::vector<GradScanResult> results;
   for (GradScan& scan : trial.scan_grads({}, grad_scale, options)) results.push_back(scan.result);
   return results;
 }
 
-// The first and the last row that has a gradient; both null if there is none.
+// Returns the first and the last slot that has a gradient; both null if there is none.
 std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
   const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
   const auto first = std::find_if(slots_.begin(), slots_.end(), has_grad);
@@ -158,8 +158,8 @@ std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
   return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
 }
 
-// Two gradients tell of all that a step has taken, and cost it next to nothing. One of them may be
-// left from before its parameter was frozen.
+// Remembers the first and the last gradient of the step: two are cheap, and enough to recognize it.
+// One of them may be left over from before its parameter was frozen.
 void Plan::remember_step() {
   const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -222,7 +222,7 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
   return found;
 }
 
-// Takes a step with a copy of one parameter, and measures it.
+// Takes a step with copies of one parameter's tensors, and measures it.
 void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
                     const GradientOptions& options, StateStore& store, const at::Tensor& sums) {
   slots_ = {slot};
@@ -237,7 +237,7 @@ void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
   NoStore nothing;
   step(table, options, nothing);
   const ParamSlot& after = slots_[0];
-  // What is compared with the parameter is what its master has become by then.
+  // The step has first replaced an out-of-date master, so the update starts from the new one.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);

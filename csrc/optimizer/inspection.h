@@ -1,4 +1,4 @@
-// What a step would do to each parameter, as sums that ranks can add.
+// Result of a trial step: for each parameter, sums that ranks can add up.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,30 +13,31 @@
 
 namespace amp_ext {
 
-// The sums of one parameter. A row is NaN where there is no gradient.
+// Columns of InspectedStep::sums. The row of a parameter without a gradient is NaN. Weight means
+// the master, or the parameter if it has no master.
 enum InspectedSum {
-  kLargestUpdate,  // over ranks the largest; all others are added
-  kNumel,          // a number wherever there is a gradient
-  kSquares,        // of the parameter
+  kLargestUpdate,  // largest |update|; ranks take the maximum, and add the others
+  kNumel,          // elements of the parameter
+  kSquares,        // sum of squares of the weight before the step
   kUpdateSquares,
-  kUnmoved,         // elements
-  kUnmovedMaster,   // likewise
-  kMomentSquares0,  // of each buffer
+  kUnmoved,         // elements of the parameter that the step leaves unchanged
+  kUnmovedMaster,   // elements of the weight that the step leaves unchanged
+  kMomentSquares0,  // sum of squares of buffer 0; other buffers follow
 };
 inline constexpr int kInspectedSums = kMomentSquares0 + kMaxBuffers;
 
-// What the trial of a step has found, where the parameters are: reading it waits for a GPU.
+// Sums of a trial step, still on the device: read() waits for a GPU.
 struct AMP_EXT_API InspectedStep {
   struct Param {
     int64_t group;
     int64_t index_in_group;
     bool has_master;
-    std::vector<std::string> buffers;  // names
+    std::vector<std::string> buffers;  // names of the buffers
   };
 
-  std::vector<Param> params;  // all of the plan
+  std::vector<Param> params;  // all parameters of the plan
   at::Tensor sums;            // [params, kInspectedSums] float64
-  at::Tensor skipped;         // one bool
+  at::Tensor skipped;         // bool, one element
 
   optim::Inspection read() const;
 };

@@ -1,4 +1,4 @@
-// Masters of 16-bit parameters in states and files.
+// Conversion of master weights between float32 and split, for states and files.
 #include "optimizer/masters.h"
 
 #include <ATen/ops/empty_like.h>
@@ -18,7 +18,7 @@ namespace {
 struct LowerPart {
   const char* key;
   int64_t bits;
-  at::ScalarType param;  // that it is of
+  at::ScalarType param;  // dtype of the parameter
 };
 
 constexpr LowerPart kLowerParts[] = {{kMasterKeys[1], 16, at::kBFloat16},
@@ -30,25 +30,25 @@ int64_t bits_of(const std::string& key) {
   for (const LowerPart& part : kLowerParts) {
     if (part.key == key) return part.bits;
   }
-  return 0;  // of a whole master
+  return 0;  // float32 master, no residual
 }
 
-// The float32 master, whatever its form; undefined where there is none. So it is for lower parts of
-// float16 parameters that have become something else, too: their upper parts are gone.
+// Returns the master in float32, joined if it is split. Undefined if there is none, or a residual
+// whose float16 parameter now has another dtype, so that the upper part is gone.
 at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   const auto fp32 = masters.find(kFp32Master);
   if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
     const auto residual = masters.find(part.key);
     if (residual == masters.end()) continue;
-    // Every bfloat16 that a float16 can hold comes back from it.
+    // A bfloat16 parameter can be restored from float16, if float16 could hold its value.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
     return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
   return {};
 }
 
-// A float32 copy of a parameter, or of other values for it.
+// Returns a float32 copy of a parameter, with other values if `values` is defined.
 at::Tensor in_float32(const at::Tensor& param, const at::Tensor& values) {
   const at::Tensor copy = param.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return values.defined() ? copy.copy_(values) : copy;
@@ -72,7 +72,8 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
     return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
-    // What is split rounds a tie away from zero. The next number rounds to its parameter.
+    // Splitting rounds a tie away from zero, unlike a float32 master. The next float32 rounds to
+    // the parameter.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

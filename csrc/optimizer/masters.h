@@ -1,6 +1,6 @@
-// Masters of 16-bit parameters in states and files: in float32, or split, with the parameter on
-// top. A lower part has a key that names its format: it is read as what it was, whatever has become
-// of the parameter.
+// Master weights of 16-bit parameters in states and files: a float32 tensor, or split into the
+// parameter and a residual of 16 or 8 bits. The key of a residual names the parameter's dtype, so
+// that the master can be restored even after the parameter was converted.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,46 +13,49 @@
 
 namespace amp_ext::optim {
 
-// The key of a float32 master, and all keys under which a state may have a master.
+// Key of a float32 master, and all keys of masters: "low" is a 16-bit and "low8" an 8-bit residual.
 inline constexpr const char* kFp32Master = "master_param";
 inline constexpr std::array<const char*, 5> kMasterKeys = {
     kFp32Master, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
 
-// Those that there are, by their keys.
+// The masters that a state or a file has for one parameter, by key.
 using Masters = std::map<std::string, at::Tensor>;
 
-// The key of the master that an option wants for parameters of a dtype; empty for none.
+// Returns the key of the master that the option gives parameters of a dtype; empty for no master.
 AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
-// A new master under a key: of one in any form, or of the parameter.
+// Returns a new master in the format of `key`, converted from the existing master or, if there is
+// none, from the parameter.
 AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
                                       const std::string& key);
 
-// The float32 master of a parameter: that which is kept, one made of its parts, or the parameter.
+// Returns the float32 master: the stored one, one joined from its two parts, or the parameter if it
+// has no master.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// That which is kept, if the parameter can be stepped with it as it is, with the elements of
-// `residual_elements` if it is a lower part; or one made of its parts. Undefined if there is none.
+// Returns a master with which the parameter can be stepped: the stored tensor if it fits (a
+// residual as `residual_elements`), otherwise a float32 conversion. Undefined if there is no
+// master.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
-// The master that a parameter gets of those in a file: the same bytes, if it has them. A file with
-// a float32 master beside a lower part was written by somebody who knows the former only: it is the
-// newer one.
+// Returns the master that a parameter gets from a file, in the format of `key`; the file's own
+// tensor if it has this key. If a file has both a residual and a float32 master, the float32 master
+// is newer: a program that does not know residuals wrote it.
 AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,
                                      const std::string& key);
 
-// Whether a tensor that a file has under the key of a lower part is one: not if torch's optimizers
-// in Python have cast it to the parameter's dtype and gone on without it.
+// True if the tensor under the key of a residual still is one. torch's Python optimizers cast it to
+// the parameter's dtype when they load it, and then train without it.
 bool is_residual(const at::Tensor& residual);
 
-// Throws if a lower part is not of the dtype and the shape that its key says.
+// Throws unless a residual has the dtype and the shape that its key implies.
 void check_residual_layout(const std::string& key, const at::Tensor& residual,
                            const at::Tensor& param, const std::string& where);
 
-// Whether it is the key of lower parts in 16 bits, which have two bytes for each element.
+// True for the key of a 16-bit residual. It is stored as uint8, with a last dimension of two bytes.
 AMP_EXT_API bool has_two_bytes(const std::string& key);
 
-// Memory for the lower part of a parameter, in its layout.
+// Returns uninitialized memory for the residual of a parameter, in the parameter's layout.
 AMP_EXT_API at::Tensor empty_residual(const std::string& key, const at::Tensor& param);
 
 }  // namespace amp_ext::optim

@@ -1,4 +1,4 @@
-// Moments in states and files.
+// Quantizes, dequantizes and converts moments in states and files.
 #include "optimizer/moments.h"
 
 #include <ATen/ops/empty.h>
@@ -20,7 +20,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Of smaller tensors blocks save nothing that counts.
+// Smaller tensors are not quantized in blocks, because that saves no memory worth mentioning.
 constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
@@ -31,7 +31,7 @@ MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
   return {buffer.name, buffer.role, code == "q8h" ? at::kChar : at::kByte, code};
 }
 
-// A moment in float32, and in each code, whatever its role.
+// Returns all formats of a moment: float32, then each quantized one. The role is arbitrary.
 std::vector<MomentFormat> all_formats(const std::string& name) {
   const BufferDescription buffer = {name.c_str(), BufferRole::kFirstMoment};
   std::vector<MomentFormat> formats = {format_of(buffer, at::kFloat, "")};
@@ -52,7 +52,8 @@ at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
   return key == format.exponents_key() ? at::kByte : format.dtype;
 }
 
-// A moment as numbers, float32 where it is a code; undefined where there is none.
+// Returns a moment as a floating-point tensor, float32 if it was quantized; undefined if there is
+// none.
 at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
                               const at::Tensor& second) {
   for (const MomentFormat& format : all_formats(name)) {
@@ -70,7 +71,7 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
   return {};
 }
 
-// A moment in a format, by its keys; without a number, one of zeros.
+// Returns a moment in a format, by key; zeros if `number` is undefined.
 Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::Tensor& param,
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);
@@ -82,7 +83,7 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
     if (moved.strides().equals(param.strides())) return {{format.key(), moved}};
     return {{format.key(), at::empty_like(param, options.dtype(format.dtype)).copy_(moved)}};
   }
-  if (!number.defined()) {  // made where the parameter is; a block of zeros has the exponent 1
+  if (!number.defined()) {  // a block of zeros has the exponent 1
     Moments made{{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
     const std::string key = format.exponents_key();
     if (!key.empty()) {
@@ -224,7 +225,7 @@ Moments convert_moments(const Moments& moments, const std::vector<MomentFormat>&
   const auto is_ratio = [](const MomentFormat& format) { return format.code == "q8h"; };
   std::vector<MomentFormat> ratios_last = formats;
   std::stable_partition(ratios_last.begin(), ratios_last.end(), std::not_fn(is_ratio));
-  at::Tensor second;  // as it is stored, to which a ratio is
+  at::Tensor second;  // the second moment after quantization; ratios refer to it
   for (const MomentFormat& format : ratios_last) {
     const auto number = numbers.find(format.name);
     made.merge(
@@ -250,7 +251,7 @@ void check_code(const at::Tensor& saved, const MomentFormat& format, const std::
 
 at::Tensor empty_code(const MomentFormat& format, const std::string& key, const at::Tensor& param) {
   const auto options = param.options().dtype(dtype_of(format, key)).requires_grad(false);
-  // Contiguous, as blocks are, also for a parameter that has none any more.
+  // Blocks are contiguous in memory, even if the parameter has become non-contiguous.
   const bool has_exponents = !format.exponents_key().empty();
   return has_exponents ? at::empty(sizes_of(format, key, param), options)
                        : at::empty_like(param, options);

@@ -1,5 +1,6 @@
-// Moments in states and files: in a dtype, or in codes of 8 bits. A code has a key that names its
-// format, so that who knows the names of torch alone does not take it for a moment.
+// Moments in states and files: as floating-point tensors, or quantized to 8 bits. The key of a
+// quantized moment names its format (exp_avg_q8h), so that code that knows only torch's keys does
+// not mistake it for the moment.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,69 +15,71 @@
 
 namespace amp_ext::optim {
 
-// As keys of states name it: "q8h", "q8s" or "q8m"; empty where a buffer has no code.
+// Returns the format as keys name it: "q8h", "q8s" or "q8m"; "" for a buffer that is not quantized.
 AMP_EXT_API const char* name_of(BufferCode code);
 
-// How one moment is kept.
+// The format in which one moment is stored.
 struct AMP_EXT_API MomentFormat {
-  std::string name;  // its key in torch
+  std::string name;  // the moment's key in torch: "exp_avg"
   BufferRole role;
-  at::ScalarType dtype;  // of its elements
-  std::string code;      // what these are, "q8h", "q8s" or "q8m"; empty: numbers
+  at::ScalarType dtype;  // dtype of the stored elements
+  std::string code;      // "q8h", "q8s" or "q8m"; empty: not quantized
 
-  // The key of the elements, that of the exponents of blocks, empty where there are none, and both.
+  // Key of the elements; key of the blocks' exponents, empty if the format has none; list of both.
   std::string key() const;
   std::string exponents_key() const;
   std::vector<std::string> keys() const;
 };
 
-// Those that there are, by their keys.
+// The tensors of the moments of one parameter, by key.
 using Moments = std::map<std::string, at::Tensor>;
 
-// Whether a moment is there in any format, given which keys are.
+// True if a moment is present in any format; `has_key` tells which keys a state has.
 using HasKey = std::function<bool(const std::string&)>;
 AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 
-// Whether a key is one of those of the moments with these names.
+// True if `key` belongs to a moment with one of these names, in any format.
 AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names);
 
-// Whether it is one of those of exponents, and which sizes these have.
+// True if `key` is for the blocks' exponents of one of these moments. The second function returns
+// their sizes.
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
-// Whether moments of a parameter may be kept in blocks of 32 elements. They lie within the rows of
-// dimension 0, so that a part of it has whole ones: it must be the only one that is sharded, which
-// `shards_whole_rows` says. And the parameter must be contiguous: its blocks are those of memory,
-// and codes that another layout, or a file that knows no strides, puts in another order would be
-// measured by the exponents of others.
+// True if moments of a parameter may be quantized in blocks of 32 elements. A shard must have
+// complete blocks, which lie within the rows of dimension 0: no other dimension may be sharded
+// (`shards_whole_rows`). The parameter must be contiguous, because another order of the elements
+// would assign them to the exponents of other blocks.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
-// How a parameter keeps each of its moments, by its dtype and shape: those of the whole, never of a
-// rank's part, so that every rank has the same.
+// Returns the format of each moment. `param` is the unsharded parameter, even if this rank holds a
+// shard, so that dtype and shape give every rank the same formats.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                                  at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
                                                  bool shards_whole_rows = true);
 
-// Moments as numbers, float32 where they are codes, by their names.
+// Returns the moments as floating-point tensors by name; quantized ones become float32.
 AMP_EXT_API Moments dequantized_moments(const Moments& moments,
                                         at::ArrayRef<BufferDescription> buffers);
 
-// The moments of a parameter in these formats: those that there are, in whatever formats, or zeros.
-// What is in the format that is wanted is taken as it is.
+// Returns the moments in these formats, converted from any others; missing moments are zeros. If
+// all moments have these formats already, they are returned unchanged.
 AMP_EXT_API Moments convert_moments(const Moments& moments,
                                     const std::vector<MomentFormat>& formats,
                                     const at::Tensor& param);
 
-// The formats of codes whose elements a file has for a moment.
+// Returns the quantized formats in which a file has a moment.
 AMP_EXT_API std::vector<MomentFormat> saved_codes(const HasKey& has_key, const std::string& name);
 
-// Throws if what a file has under a key of a code is not of the dtype and the shape that it says.
+// Throws unless what a file has under `key` has the dtype and shape that the quantized format
+// needs.
 AMP_EXT_API void check_code(const at::Tensor& saved, const MomentFormat& format,
                             const std::string& key, const at::Tensor& param,
                             const std::string& where);
 
-// Memory for it, laid out as the parameter is.
+// Returns uninitialized memory for `key` of a quantized format: contiguous if the format has
+// exponents, otherwise in the parameter's layout.
 AMP_EXT_API at::Tensor empty_code(const MomentFormat& format, const std::string& key,
                                   const at::Tensor& param);
 

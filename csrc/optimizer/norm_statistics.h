@@ -1,5 +1,5 @@
-// The statistics by which a guard judges the norm of a step, on the device of an optimizer. The
-// guards of both languages hold one.
+// Running statistics of the gradient norm, by which a NormGuard finds outliers. They live on the
+// optimizer's device; the guards of Python and C++ share this class.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +14,10 @@
 
 namespace amp_ext {
 
-// The last norms, oldest first, and whether the step was skipped or its gradients clipped.
+// The latest norms, oldest first. A norm is withheld if its step was skipped or its gradients
+// clipped.
 struct NormHistory {
-  int64_t first_norm;  // its number
+  int64_t first_norm;  // number of norms[0], counted from 1
   std::vector<double> norms;
   std::vector<bool> withheld;
 };
@@ -30,38 +31,35 @@ class AMP_EXT_API NormStatistics {
 
   const NormGuardHyperparameters hyperparameters;
 
-  // Steps.
-
-  // Keeps them on this device from here on.
+  // Moves the statistics to a device, where later steps update them.
   void move_to(const at::Device& device);
   at::Device device() const { return bytes_.device(); }
 
-  // The bytes of a NormGuardMemory on a device: a copy without the history, unless it is kept
-  // there.
+  // Returns the bytes of a NormGuardMemory on a device: the statistics themselves if they live
+  // there, otherwise a copy without the history.
   at::Tensor bytes_on(const at::Device& device) const;
 
-  // Answers, as of the last step that the device has finished. To `wait` is for all steps that were
-  // launched.
+  // Read the state after the last step that the device has finished. With `wait`, the host first
+  // waits for all launched steps.
   NormSummary read(bool wait) const;
   NormHistory history(bool wait) const;
   bool last_step_skipped(bool wait) const { return read(wait).last_was_skipped != 0; }
 
-  // Whether to warn that all norms are the same: someone else clips the gradients. Once is enough.
+  // True once, when all recent norms are nearly equal, as if the gradients had been clipped before.
   bool must_warn();
   static const char* warning();
 
-  // State dicts. Of what is loaded, the fields count that a NormSummary names, and the rest
-  // follows.
+  // Restores the fields that NormSummary::for_each_field visits, and derives or resets the others.
   void load(const NormSummary& summary);
 
  private:
   void allocate(const at::Device& device);
   void fill(NormGuardMemory memory);
 
-  at::Tensor bytes_;                 // of a NormGuardMemory
-  at::Tensor mirror_;                // likewise, in host memory
-  std::vector<at::Tensor> retired_;  // the same of other devices
-  int64_t first_norm_ = 0;           // before the oldest that is remembered
+  at::Tensor bytes_;                 // a NormGuardMemory on device()
+  at::Tensor mirror_;                // its mirror in host memory
+  std::vector<at::Tensor> retired_;  // both tensors of earlier devices
+  int64_t first_norm_ = 0;           // norms counted before the last load()
   bool has_warned_ = false;
 };
 

@@ -28,14 +28,15 @@ OptimizerDescription::Source source_of(const OptimizerDescription& description, 
               field);
 }
 
-// How Python calls a kind, and what an option of it must be; where it has a range also with that.
+// Words for an option type: its name in Python, and the allowed values without and with their
+// range.
 struct TypeWords {
   const char* name;
   const char* wanted;
   const char* in_range = nullptr;
 };
 
-// In the order of the enum.
+// Indexed by OptionType.
 constexpr TypeWords kWords[] = {
     {"learning rate", "a number"},
     {"number", "a number"},
@@ -51,7 +52,7 @@ constexpr TypeWords kWords[] = {
 
 const TypeWords& words_of(OptionType type) { return kWords[static_cast<size_t>(type)]; }
 
-// How many numbers an option is.
+// Returns how many numbers an option holds.
 size_t number_count(const OptionDescription& option) {
   if (option.type == OptionType::kNumbers) return option.fields.size();
   return option.type <= OptionType::kLimit ? 1 : 0;
@@ -98,7 +99,7 @@ GroupTable table_of(const std::vector<const GroupOptions*>& groups) {
   return GroupTable::of(read);
 }
 
-// The hyperparameters that are called beta, as one option.
+// Returns the option "betas", which sets all hyperparameters named beta1, beta2 and so on.
 template <typename Hyperparameters>
 OptionDescription betas() {
   constexpr double kBelow1 = 1.0 - std::numeric_limits<double>::epsilon() / 2;
@@ -110,8 +111,9 @@ OptionDescription betas() {
           kBelow1, std::move(fields)};
 }
 
-// The description of an optimizer with its own options. `missing` says what a file means that lacks
-// an option that torch's other optimizers have; of `decoupled_weight_decay` it is another.
+// Returns the description of an optimizer with its own options. `missing` says how to load a file
+// without `maximize` and other options of torch's optimizers; `decoupled_weight_decay` is for that
+// option.
 template <typename Hyperparameters>
 OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
                                const std::vector<OptionDescription>& own,
@@ -301,7 +303,7 @@ void check_group(const GroupOptions& options) {
                       "has no code, got ",
                       options.shown(state_dtype, {}));
   } else if (form != nullptr && !options.state_dtype().has_value()) {
-    // Moments in float16 and a split master are more than a kernel keeps in one step.
+    // Kernels with a split master support moments in float32 and bfloat16 only.
     TORCH_CHECK_VALUE(count == 0 || !options.has_float16_params(), options.name_of(state_dtype),
                       " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 "
                       "with master_weights='",
@@ -336,7 +338,8 @@ ClippingOptions clipping_options(const std::string& optimizer,
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
-  // Otherwise only what follows a master is stored in 16 bits.
+  // With float32 moments and a master of 32 bits, only the parameter has 16, and the master
+  // follows.
   const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_low_precision &&

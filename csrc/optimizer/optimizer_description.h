@@ -1,4 +1,4 @@
-// What an optimizer says of the options of its groups, for the classes of Python and of C++.
+// Descriptions of the options of each optimizer, which the Python and C++ classes share.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -16,76 +16,78 @@
 
 namespace amp_ext::optim {
 
-enum class OptionType {  // one number first
+enum class OptionType {  // an option up to kLimit is one number
   kLearningRate,         // a number; in Python also a tensor, which steps read on its device
   kNumber,
   kNumberFrom0,
-  kLimit,    // a number of at least 0, or none
-  kNumbers,  // one for each of its fields
+  kLimit,    // a number of at least 0, or None
+  kNumbers,  // a tuple, with one number for each field
   kFlag,
   kMasters,       // MasterWeights
   kStates,        // StateDType
-  kRounding,      // "dither", "nearest" or none
-  kUnused,        // a flag that torch has and no step reads
-  kUnusedOrNone,  // likewise, or none
+  kRounding,      // "dither", "nearest" or None
+  kUnused,        // a flag of torch's optimizers that our steps ignore
+  kUnusedOrNone,  // a flag or None of torch's optimizers that our steps ignore
 };
 
-// What a load makes of an option.
+// How load_state_dict sets an option.
 enum class OnLoad {
   kRequired,       // the file must have it
-  kOffIfMissing,   // a file without it is older than torch's option
-  kKeptIfMissing,  // torch has no such option
-  kKept,           // it stays as configured, whatever the file says
+  kOffIfMissing,   // False if missing: older versions of torch do not write it
+  kKeptIfMissing,  // keeps the configured value if missing: torch has no such option
+  kKept,           // keeps the configured value, whatever the file says
 };
 
 struct OptionDescription {
   const char* name;
   OptionType type;
   OnLoad on_load;
-  // How torch refuses a default that is not between 0 and `largest`, up to the index of the number
-  // or to what it is; null where it takes any.
+  // The beginning of torch's error message for a default outside [0, largest]; null if torch
+  // accepts any value.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
-  // The hyperparameters that a step gets from it; empty: the one of its name, if there is one.
+  // Names of the hyperparameters that the option sets. Empty: the one named like the option, if
+  // any.
   std::vector<const char*> fields = {};
-  size_t index = 0;  // among the options of the optimizer
+  size_t index = 0;  // position among the options of the optimizer
 
   bool is_read() const { return type != OptionType::kUnused && type != OptionType::kUnusedOrNone; }
 };
 
-// How the types of Python call them.
+// Return the names that Python shows: "learning rate", "kept if missing".
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// What an option must be, in words, its range aside. `takes_tensors`: where a number may be one.
+// Returns what an option must be, in words and without its range: "a number or None". With
+// `takes_tensors`, tensors of one element are allowed in place of some numbers.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
 struct OptimizerDescription;
 
-// The options of one group, or the defaults of an optimizer, as a language has them.
+// Reads the options of one group, or the defaults of an optimizer, from Python or C++ objects.
 class AMP_EXT_API GroupOptions {
  public:
   explicit GroupOptions(const OptimizerDescription& description) : description_(&description) {}
   virtual ~GroupOptions() = default;
   const OptimizerDescription& description() const { return *description_; }
 
-  // The number that an option is, or one of its numbers. A flag is 0 or 1, and no limit infinity.
+  // Returns the number at `index` of an option. A flag is 0 or 1; a limit of None is infinity.
   virtual double number(const OptionDescription& option, size_t index) const = 0;
   virtual MasterWeights master_weights() const = 0;
   virtual StateDType state_dtype() const = 0;
   virtual std::optional<std::string> rounding() const = 0;
   virtual std::optional<double> max_grad_norm() const = 0;
-  virtual OptionalTensor lr_tensor() const { return {}; }  // the learning rate, if it is one
+  virtual OptionalTensor lr_tensor() const { return {}; }  // the learning rate, if it is a tensor
 
   virtual bool has_float16_params() const = 0;
   virtual bool takes_tensors() const = 0;
 
-  // What errors call an option: "Adam: lr of group 1"; and what they show of it, or of one of its
-  // numbers.
+  // Return the name of an option in errors ("Adam: lr of group 1") and its value, or the one at
+  // `index`, as errors print it.
   virtual std::string name_of(const OptionDescription& option) const = 0;
   virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
 
-  // Whether a number is not 0, or a flag set.
+  // True if a number is not 0, or a flag is set.
   bool is_set(const char* option) const;
 
  private:
@@ -93,19 +95,19 @@ class AMP_EXT_API GroupOptions {
 };
 
 struct AMP_EXT_API OptimizerDescription {
-  // Where a hyperparameter comes from.
+  // The option from which a hyperparameter is read.
   struct Source {
     size_t option;
-    size_t number;  // of it
+    size_t number;  // index among the numbers of the option
   };
 
-  std::vector<OptionDescription> options;  // those that all optimizers have come first
-  std::vector<BufferDescription> buffers;  // all that the formula may keep
-  std::vector<Source> sources;             // in the order of `set_fields`
-  bool counts_from_buffer = false;  // torch has no counter: the first step is without a buffer
-  // Reads the hyperparameters of groups.
+  std::vector<OptionDescription> options;  // common options such as lr come first
+  std::vector<BufferDescription> buffers;  // all buffers of the formula
+  std::vector<Source> sources;             // [hyperparameters], as set_fields reads them
+  bool counts_from_buffer = false;  // torch stores no step count: no buffer means no step yet
+  // Builds the table of hyperparameters from the options of all groups.
   GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
-  // How torch refuses defaults that do not go together; null where they do.
+  // Returns torch's error message for defaults that contradict each other, or null.
   const char* (*refusal_of_torch)(const GroupOptions&) = nullptr;
 
   const OptionDescription& option(const char* name) const;
@@ -114,11 +116,11 @@ struct AMP_EXT_API OptimizerDescription {
   }
 };
 
-// That of the formula with these hyperparameters.
+// Returns the description of the optimizer that uses these hyperparameters.
 template <typename Hyperparameters>
 AMP_EXT_API const OptimizerDescription& description_of();
 
-// The options of all our optimizers that a load leaves as they were configured.
+// Returns the names of all options that loading a checkpoint leaves as configured.
 AMP_EXT_API std::vector<std::string> configured_options();
 
 // Returns the names of the options of all our optimizers.
@@ -127,33 +129,34 @@ AMP_EXT_API std::vector<std::string> names_of_all_options();
 // Returns the names of the buffers of all our optimizers.
 AMP_EXT_API std::vector<std::string> names_of_all_buffers();
 
-// Throws, in torch's words, if the options are not what torch takes as defaults. It does not check
-// those of groups.
+// Throws torch's error if torch would refuse these defaults. Don't call it for groups, which torch
+// does not check.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
-// Throws if a step has no use for an option, whether it is a default or a group's. Ranges that
-// torch has are left to `check_as_torch`: a group may well have other values.
+// Throws if a step can't use the value of an option, in defaults or in a group. Ranges that only
+// torch enforces are left to `check_as_torch`, because groups may exceed them.
 AMP_EXT_API void check_values(const GroupOptions& options);
 
-// Throws also if options of a group do not go together.
+// Calls check_values, and throws if options of a group contradict each other.
 AMP_EXT_API void check_group(const GroupOptions& options);
 
-// The options that concern the norm of all gradients together.
+// Options about the norm over all gradients, which must be the same in all groups.
 struct ClippingOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
 };
 
-// Throws on behalf of an optimizer unless they are the same in all groups.
+// Returns the clipping options of all groups; throws if groups differ.
 AMP_EXT_API ClippingOptions clipping_options(const std::string& optimizer,
                                              const std::vector<const GroupOptions*>& groups);
 
-// Whether the options of a group let numbers be dithered, whatever the dtypes of its parameters.
+// True if the options of a group allow dithering, whatever the dtypes of its parameters.
 AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// How many of its buffers a group keeps, the first ones: AMSGrad's maximum is the last.
+// Returns how many of the formula's buffers a group uses. AMSGrad's maximum is the last and
+// optional.
 AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.

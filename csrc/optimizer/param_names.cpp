@@ -1,4 +1,4 @@
-// The names of parameters, compared without what wrappers add to them.
+// Compares names of parameters, without the parts that wrappers add to them.
 #include "optimizer/param_names.h"
 
 #include <c10/util/StringUtil.h>
@@ -11,7 +11,8 @@ namespace amp_ext {
 
 namespace {
 
-// Of DistributedDataParallel, torch.compile, FullyShardedDataParallel and checkpoint_wrapper.
+// Name parts of DistributedDataParallel, torch.compile, FullyShardedDataParallel,
+// checkpoint_wrapper.
 const char* const kWrappers[] = {"module", "_orig_mod", "_fsdp_wrapped_module",
                                  "_checkpoint_wrapped_module"};
 
@@ -37,7 +38,7 @@ std::vector<int64_t> places_of(const Names& own, const Names& saved) {
     const auto place = places.find(name);
     if (place == places.end()) return {};
     found.push_back(place->second);
-    places.erase(place);  // a name that comes twice tells nothing
+    places.erase(place);  // a second parameter of this name is then not found
   }
   return found;
 }
@@ -58,7 +59,7 @@ Names without_wrappers(const Names& names) {
 
 std::vector<int64_t> indices_by_name(const Names& own, const Names& saved) {
   const std::vector<int64_t> places = places_of(own, saved);
-  // A module of the model may be called as a wrapper is.
+  // Compares full names first, because the model may have a module named like a wrapper ("module").
   return places.empty() ? places_of(without_wrappers(own), without_wrappers(saved)) : places;
 }
 

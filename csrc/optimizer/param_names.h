@@ -1,4 +1,4 @@
-// Which parameter of a file is which: by their names.
+// Matches the parameters of a file with those of an optimizer by name.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -15,12 +15,13 @@ using Names = std::vector<std::string>;
 // FullyShardedDataParallel and checkpoint_wrapper add to them.
 AMP_EXT_API Names without_wrappers(const Names& names);
 
-// The places in the file of the parameters of a group, whose names are `own`. Empty if names do not
-// tell: unless both have the same names, each once. What wrappers add to names does not count.
+// Returns the index in the file of each parameter in `own`, by name. Empty unless both sides have
+// the same names, each once; parts that wrappers add to names are ignored.
 AMP_EXT_API std::vector<int64_t> indices_by_name(const Names& own, const Names& saved);
 
-// If all groups together have the same names on both sides, each once, and one group has not: which
-// name is in which group; empty otherwise. By place, its state would go to another parameter.
+// Returns an error text, or an empty one if every parameter is in the right group. A parameter in
+// another group than in the file would get another parameter's state, if loaded by position. Names
+// that differ as a whole, or occur twice, are no error.
 AMP_EXT_API std::string misplaced_param(const std::vector<Names>& own,
                                         const std::vector<Names>& saved);
 

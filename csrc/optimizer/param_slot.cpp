@@ -1,5 +1,4 @@
-// The tensors of one parameter: whether they are as they were, what an engine is told of them, and
-// what a step leaves behind.
+// Finds changes of a parameter's tensors, fills KernelTensorArgs, and copies back after a step.
 #include "optimizer/param_slot.h"
 
 #include <ATen/core/grad_mode.h>
@@ -29,7 +28,7 @@ at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_pa
   return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
 }
 
-// A write to a sharded parameter shows there; one to its shard, here.
+// A DTensor and its local shard have separate version counters, and either may be written through.
 int64_t ParamSlot::version() const {
   return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
 }
@@ -68,7 +67,7 @@ bool ParamSlot::has_current_master() const {
   return param_of_master.has_value() && param_of_master->is(param(), version());
 }
 
-// A write to a sharded gradient shows there; one to its shard, here.
+// A DTensor gradient and its local shard have separate version counters, and either may be written.
 int64_t ParamSlot::grad_version() const {
   const at::Tensor* const unsharded = is_sharded ? &shard_of->grad() : nullptr;
   return version_of(grad()) +
@@ -106,7 +105,7 @@ bool ParamSlot::take_fingerprint(int list) {
   return true;
 }
 
-// Most gradients are new at each step and like the last ones: only the address changes.
+// Most gradients are new in each step but laid out like the last one: only the address changes.
 bool ParamSlot::take_new_grad() {
   const at::Tensor& grad = this->grad();
   if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(param().sizes()) ||
@@ -124,7 +123,7 @@ bool ParamSlot::take_new_grad() {
 
 void ParamSlot::fill_args() {
   contiguous_copies.clear();
-  // All memory is walked in the order of the parameter's, or of its dense copy.
+  // Kernels visit all tensors in the memory order of the parameter, or of its dense copy.
   at::Tensor layout = param();
   if (!layout.is_non_overlapping_and_dense()) {
     layout = at::empty(param().sizes(), param().options().requires_grad(false));
@@ -171,7 +170,8 @@ void ParamSlot::fill_args() {
   args.global_offset = global_offset;
   args.group = static_cast<int32_t>(group);
   grad_is_current = true;
-  // Other strides would not show in the fingerprint of a tensor that is not contiguous.
+  // A fingerprint has no strides, so the args of a tensor that is not contiguous are filled each
+  // time.
   args_are_current =
       contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
@@ -202,15 +202,15 @@ bool ParamSlot::differs_from_master(uint64_t seed) const {
       stored = static_cast<const at::BFloat16*>(args.param)[element];
       rounded = at::BFloat16(master[element]);
     }
-    // A process may flush subnormal numbers to 0.
+    // Subnormal numbers are ignored, because a process may flush them to 0.
     const bool are_normal = std::isnormal(stored) || std::isnormal(rounded);
     if (are_normal && stored != rounded) return true;
   }
   return false;
 }
 
-// An element of a gradient that was skipped stays as it was, also where converting it to the dtype
-// of the dense copy and back would change it: the bits of NaN, and a number too large for that
+// A gradient element that is inf or NaN was skipped and must keep its bits, which a conversion to
+// the dtype of the dense copy and back could change. So must a value that is too large for that
 // dtype.
 void ParamSlot::copy_back(bool skip_nonfinite) const {
   for (const ContiguousCopy& contiguous_copies : contiguous_copies) {

@@ -1,5 +1,4 @@
-// One parameter of a plan: the tensors that belong to it, and the record of them that an engine
-// takes.
+// One parameter of a plan: its tensors, and the KernelTensorArgs that an engine gets for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,67 +18,68 @@
 
 namespace amp_ext {
 
-// The state of one parameter. An undefined tensor stands for one that the optimizer does not keep.
+// The state of one parameter. A tensor that the optimizer does not use is undefined.
 struct ParamState {
-  // exp_avg, ...: of the parameter's shape; in 8 bits int8 for ratios to the second moment, uint8
-  // for groups, in the order of the parameter's memory
+  // exp_avg, ...: of the parameter's shape. Quantized to 8 bits they are int8 (ratios to the root
+  // of the second moment) or uint8 (blocks in the order of the parameter's memory).
   std::vector<at::Tensor> buffers;
-  at::Tensor master_param;  // float32, of the parameter's shape, or the lower part of one
+  at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
   at::Tensor step;          // float32, one element
-  at::Tensor exponents;     // uint8, one for each group of the buffer in groups
+  at::Tensor exponents;     // uint8, one for each block of the blockwise quantized buffer
 };
 
-// The tensors of a row.
+// Indices of the tensors of a slot, as in `owned` and `fingerprints`.
 enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
 inline constexpr int kLists = kBuffer0 + kMaxBuffers;
 
-// The dtype that gradients are read in: their own where kernels take it, else float32. Kernels of
-// moments in 8 bits take the parameter's.
+// Returns the dtype in which kernels read a gradient: its own if there is a kernel for it,
+// otherwise float32. Kernels for quantized moments read the parameter's dtype.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
 
-// Where the master does not round to its parameter, the parameter has been changed behind it: there
-// the master becomes the parameter. Returns what it becomes.
+// Returns the float32 master. Elements that do not round to the parameter are replaced by it,
+// because the parameter was changed after the master.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
-// A tensor whose memory a kernel can't walk, and room for the dense copy that it walks instead.
+// A tensor that kernels can't use as it is laid out or typed, and memory for a dense copy.
 struct ContiguousCopy {
   at::Tensor original;
   at::Tensor dense;
   bool written;
 };
 
-// How many rows ahead a loop over them fetches tensors, and their storages once those have arrived.
+// Prefetch distances of a loop over slots: tensors first, then their storages, whose addresses the
+// tensors hold.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
   const void* object;
-  // Only during a use of the plan, as the gradient. A reference of our own would cost more than the
-  // rest.
+  // The parameter, only during an operation of the plan, like the gradient. It is borrowed, because
+  // counting a reference would take longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
-  std::array<at::Tensor, kLists> owned;       // by List; none for kParam
+  std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
   std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
-  bool master_is_current = false;             // at the start of this step
+  bool master_is_current = false;  // whether the parameter is unchanged since param_of_master
   bool is_sharded = false;
   bool args_are_current = false;
-  bool grad_is_current = false;  // the gradient in the record is
+  bool grad_is_current = false;  // whether args has the present gradient
   bool writes_grad = false;
-  bool seen_grad_is_scaled = false;  // a step took it with a scale, and left it as it was
-  at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's at set_state
-  at::Device state_device = at::kCPU;                      // likewise
-  std::optional<bool> was_contiguous;  // at set_state, where only contiguous ones have blocks
+  bool seen_grad_is_scaled = false;  // a step used seen_grad and left it scaled
+  at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's dtype at set_state
+  at::Device state_device = at::kCPU;                      // the parameter's device at set_state
+  std::optional<bool> was_contiguous;  // is_contiguous() at set_state, if the state is quantized
   int number_of_buffers = 0;
   std::optional<OptimizerKernel> kernel;
   std::array<Fingerprint, kLists> fingerprints;
   KernelTensorArgs args;
-  std::optional<SeenTensor> seen_grad;  // the one that the last look or step with a scale saw
+  std::optional<SeenTensor> seen_grad;  // gradient of the last scan or step with a scale
   const void* seen_grad_data = nullptr;
   std::vector<ContiguousCopy> contiguous_copies;
-  at::Tensor refreshed_master;           // what a master becomes that its parameter has left behind
-  c10::MaybeOwned<at::Tensor> shard_of;  // the parameter of a shard
+  at::Tensor refreshed_master;           // the corrected master, if the parameter was changed
+  c10::MaybeOwned<at::Tensor> shard_of;  // the parameter, if current_param is a shard of it
   int64_t partition = 0;
   int64_t global_offset = 0;
-  uint8_t low_precision = 0;  // the numbers in 16 or 8 bits, as in `dithered` of a record
-  uint8_t dithers = 0;        // those among them that are always dithered, if any is
+  uint8_t low_precision = 0;  // values in 16 or 8 bits, as bits of KernelTensorArgs::dithered
+  uint8_t dithers = 0;        // the quantized buffers among them: dithered whenever dither is on
   int64_t group;
   int64_t index_in_group;
 
@@ -93,15 +93,15 @@ struct ParamSlot {
   Master master() const;
   bool has_split_master() const { return master() == Master::kLow16 || master() == Master::kLow8; }
   bool has_current_master() const;
-  // Also where dtype or device have changed.
+  // True if the slot has no state for the parameter's present dtype and device.
   bool lacks_state() const {
     return state_dtype != param().scalar_type() || state_device != param().device();
   }
-  // Whether the gradient is the one that was seen, and was not written since.
+  // True if the gradient is seen_grad and was not written since.
   bool grad_is_as_seen() const;
   void see_grad();
-  // Where much else has run since the last step, each tensor and its storage is a miss of the
-  // caches, for which checks would wait one after the other.
+  // Prefetch tensors or storages. After other work each is a cache miss, and checks would wait for
+  // one after the other.
   AMP_EXT_INLINE void prefetch_tensors() const {
     for (int list = 0; list < kLists; ++list) {
       if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
@@ -113,7 +113,7 @@ struct ParamSlot {
     }
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
   }
-  // The same of what a scan of the gradients reads.
+  // Prefetch what a scan of the gradients reads.
   AMP_EXT_INLINE void prefetch_grad() const {
     if (has_grad()) prefetch(grad().unsafeGetTensorImpl());
   }
@@ -121,20 +121,20 @@ struct ParamSlot {
     if (has_grad()) prefetch(storage_of(grad()));
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
   }
-  BufferFormat format(int buffer) const;  // by its dtype
-  bool has_codes() const;                 // as the record says
+  BufferFormat format(int buffer) const;  // derived from the buffer's dtype
+  bool has_codes() const;                 // whether args has a quantized buffer
 
-  // Gives a tensor that will be written memory of its own, with the same elements, where it shares
-  // some with a lazy clone. Returns whether it did.
+  // Before a tensor is written, copies its memory if a lazy clone (copy-on-write) shares it.
+  // Returns true if it does.
   bool leave_lazy_clone(int list);
-  // Returns whether a tensor is not where or as it was.
+  // Updates the fingerprint of a tensor. Returns true if it has changed.
   bool take_fingerprint(int list);
-  // Whether a new gradient is like the last one, so that the record only needs its address.
+  // Puts a new gradient into args and returns true, if it needs no conversion and no dense copy.
   bool take_new_grad();
   void fill_args();
   void mark_written();
-  // Whether one of a few elements, chosen by `seed`, is not what the float32 master rounds to. The
-  // record must be current, and the tensors on the CPU.
+  // True if one of a few elements, chosen by `seed`, differs from the rounded float32 master. All
+  // tensors must be on the CPU, and args up to date.
   bool differs_from_master(uint64_t seed) const;
   void copy_back(bool skip_nonfinite) const;
 };

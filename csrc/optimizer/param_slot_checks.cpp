@@ -1,4 +1,4 @@
-// What a step refuses of a row: tensors that no kernel takes, and gradients that carry a scale.
+// Refuses tensors that no kernel supports, and gradients that still carry a loss scale.
 #include "optimizer/param_slot_checks.h"
 
 #include "devices/dispatch.h"
@@ -8,7 +8,7 @@ namespace amp_ext {
 
 namespace {
 
-// The key of a lower part: "master_low_bf16", "master_low8_fp16".
+// Returns the key of a residual: "master_low_bf16", "master_low8_fp16".
 std::string residual_name(const ParamSlot& slot) {
   return c10::str(slot.master() == Master::kLow16 ? "master_low_" : "master_low8_",
                   slot.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
@@ -16,7 +16,7 @@ std::string residual_name(const ParamSlot& slot) {
 
 }  // namespace
 
-// The key of a buffer: "exp_avg", or with its code "exp_avg_q8h".
+// Returns the key of a buffer: "exp_avg", or "exp_avg_q8h" if it is quantized.
 std::string ParamSlotChecks::code_name(const ParamSlot& slot, int buffer) const {
   const BufferFormat format = slot.format(buffer);
   const char* const code = format == BufferFormat::kRatio8                      ? "_q8h"
@@ -50,7 +50,7 @@ void ParamSlotChecks::check_grad(const ParamSlot& slot) const {
   TORCH_CHECK(!is_sparse(grad), operation,
               " does not support sparse gradients: ", name_of(slot, kGrad),
               " must be Strided, got ", grad.layout());
-  if (!is_plain(grad) || !has_all_elements(grad)) {  // no name is made at every step
+  if (!is_plain(grad) || !has_all_elements(grad)) {  // builds the name only for an error
     check_is_plain(operation, name_of(slot, kGrad), grad);
   }
   TORCH_CHECK(dtype_of(grad).has_value(), operation, ": ", name_of(slot, kGrad),
@@ -93,13 +93,14 @@ void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
   check_buffers(slot);
 }
 
-// The dtypes of the buffers, and what belongs to those in 8 bits.
+// Checks the dtypes of the buffers, and the exponents and the gradient that quantized ones require.
 void ParamSlotChecks::check_buffers(const ParamSlot& slot) const {
   const at::ScalarType dtype = slot.param().scalar_type();
   const auto check = [&](int list, bool ok, const auto&... message) {
     TORCH_CHECK(ok, operation, ": ", name_of(slot, list), " must be ", message...);
   };
-  // Beside a second moment the ratios are in their code, or none is in any.
+  // The buffer that decides whether the others are quantized: the ratios if the formula has them,
+  // otherwise the first buffer with a quantized format.
   const BufferDescriptions buffers{described, slot.number_of_buffers};
   int coded = -1;
   for (int i = 0; i < buffers.count; ++i) {

@@ -1,4 +1,4 @@
-// What a step refuses of a row, by the names of its tensors.
+// Checks the tensors of a slot before a step. Errors name the tensor.
 #pragma once
 
 #include <string>
@@ -9,22 +9,22 @@
 
 namespace amp_ext {
 
-// How messages name a tensor: "exp_avgs[3]" in a list, "exp_avg of group 0, param 3" in an
+// How errors name a tensor: "exp_avgs[3]" in a list operation, "exp_avg of group 0, param 3" in an
 // optimizer.
 enum class Naming { kLists, kGroups };
 
 struct ParamSlotChecks {
   std::string operation;
-  std::vector<std::string> buffer_names;  // keys, or names of lists
+  std::vector<std::string> buffer_names;  // keys of the buffers, or names of their lists
   Naming naming;
-  const BufferDescription* described = nullptr;  // the buffers of the formula, in a step
+  const BufferDescription* described = nullptr;  // buffers of the formula, during a step
 
   std::string name_of(const ParamSlot& slot, int list) const;
   std::string code_name(const ParamSlot& slot, int buffer) const;
   void check_grad(const ParamSlot& slot) const;
-  // The dtypes, sizes and devices of all tensors.
+  // Checks dtypes, sizes and devices of all tensors.
   void check_tensors(const ParamSlot& slot) const;
-  // Whether the gradient still carries the scale of an earlier step.
+  // Throws if the gradient still carries the loss scale of an earlier step.
   void check_carries_no_scale(const ParamSlot& slot) const;
 
  private:

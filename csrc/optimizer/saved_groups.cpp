@@ -1,4 +1,4 @@
-// The checks of the groups and the state keys of files.
+// Checks the groups and the state keys of files.
 #include "optimizer/saved_groups.h"
 
 #include <c10/util/Exception.h>
@@ -13,14 +13,14 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Files that are recognised by a key that no other library writes, and how to load them.
+// A key that only one library writes into its files, and how to load such a file.
 struct WriterSignature {
   const char* key;
   const char* writer;
   const char* advice;
 };
 
-// The 8-bit codes of an earlier amp_ext meant other numbers.
+// Earlier versions of amp_ext used other 8-bit formats.
 constexpr const char* kFromFloat32 = "Write float32_state_dict(optimizer) there and load that";
 constexpr const char* kConverted =
     "It loads after it is converted by the function for that package in docs/migration.md";
@@ -31,7 +31,7 @@ constexpr WriterSignature kSignatures[] = {
     {"master_bytewidth", "flashoptim", kConverted},
     {"gradient_release", "optimi", kConverted}};
 
-// Entries that schedules write into groups, and the counter of a group.
+// Entries that schedulers write into groups, and the step count of a group.
 const Keys kAllowed = {"params", "param_names",   "step",   "initial_lr",   "max_lr",
                        "min_lr", "base_momentum", "swa_lr", "max_momentum", "initial_weight_decay"};
 
@@ -67,8 +67,8 @@ void check_signatures(const Loader& loader, const std::vector<SavedGroup>& group
   }
 }
 
-// Adam's groups have 'amsgrad', in which they differ from those of RAdam, Adamax and others. Those
-// of FusedAdam, and of transformers' AdamW, have a flag of their own instead.
+// Requires 'amsgrad' in Adam's groups, which RAdam, Adamax and others lack. Groups of FusedAdam and
+// of transformers' AdamW have no 'amsgrad' either, but one of two flags.
 void check_required(const Loader& loader, const SavedGroup& group, const std::string& where) {
   Keys missing;
   for (const std::string& name : loader.required) {

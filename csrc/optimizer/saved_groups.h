@@ -1,4 +1,4 @@
-// Whether an optimizer can go on from the groups and the state keys of a file.
+// Checks whether an optimizer can load the groups and the state keys of a file.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -13,19 +13,20 @@ namespace amp_ext::optim {
 
 using Keys = std::vector<std::string>;
 
-// What a file has of one group, read by whoever knows its containers.
+// One group of a file; the caller has converted it from Python or C++ containers.
 struct AMP_EXT_API SavedGroup {
   struct Flag {
     bool is_set;
     std::string text;  // as errors print it
   };
 
-  Keys keys;                          // those that are texts
-  std::string shown_keys;             // all of them, as errors print them
-  std::map<std::string, Flag> flags;  // those of kSavedFlags that it has
-  bool has_step = false;              // under "step"
+  Keys keys;                          // keys that are strings
+  std::string shown_keys;             // all keys, as errors print them
+  std::map<std::string, Flag> flags;  // entries with the names in kSavedFlags
+  bool has_step = false;              // whether there is an entry "step"
 
-  // Whether its step is that of its states, as apex's and TransformerEngine's FusedAdam keep it.
+  // True if the group's "step" counts for all of its states, as in FusedAdam of apex and of
+  // TransformerEngine.
   bool counts_for_states() const;
 };
 
@@ -38,9 +39,9 @@ inline constexpr std::array<const char*, 5> kSavedFlags = {
 struct AMP_EXT_API Loader {
   std::string operation;        // "AdamW.load_state_dict"
   std::string name;             // "AdamW"
-  Keys own_keys;                // its options, its buffers and all entries of its groups
-  Keys required;                // options that each group must have
-  std::vector<bool> decouples;  // decoupled_weight_decay of each of its groups
+  Keys own_keys;                // names of options and buffers, and all keys of its groups
+  Keys required;                // options that each group of the file must have
+  std::vector<bool> decouples;  // decoupled_weight_decay of each group
 };
 
 // Throws unless the groups and states of a file have all that the optimizer needs and nothing that

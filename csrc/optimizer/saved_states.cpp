@@ -1,4 +1,4 @@
-// The states of parameters in files.
+// Checks and converts the states of parameters in files.
 #include "optimizer/saved_states.h"
 
 #include <ATen/ops/empty_like.h>
@@ -61,8 +61,8 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   }
 }
 
-// The codes of a moment that count: a number beside a code was written by somebody who knows the
-// former only. It is the newer one.
+// Returns the quantized formats of a moment in a file; none if the file also has a floating-point
+// tensor, which is newer: a program that does not know quantized moments wrote it.
 std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
   if (saved.find(name) != nullptr) return {};
   return saved_codes(present_in(saved), name);
@@ -84,7 +84,7 @@ void check_moments(const StateSpec& spec, const ParamRef& param, const SavedStat
   }
 }
 
-// A copy of numbers, laid out as a parameter.
+// Returns a copy of a floating-point tensor in the layout of the parameter.
 at::Tensor copy_of(const SavedValue& value, const at::Tensor& param, at::ScalarType dtype) {
   const auto options = param.options().dtype(dtype).requires_grad(false);
   return at::empty_like(param, options).copy_(value.tensor);
@@ -104,7 +104,7 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Also those that the group keeps only with other options, to which a loop may change.
+// Includes buffers that the group does not use now, because a loop may change its options.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;
@@ -119,7 +119,7 @@ StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const Save
   for (const MomentFormat& wanted : formats) {
     const SavedValue* const numbers = saved.find(wanted.name);
     if (numbers == nullptr) continue;
-    // The root of a second moment is the unit of a code: not to be rounded before.
+    // A second moment stays float32 until ratios are quantized, because they depend on its root.
     const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
     found[wanted.name] = copy_of(*numbers, param.local, is_exact ? wanted.dtype : at::kFloat);
   }

@@ -1,5 +1,5 @@
-// What the state of a parameter in a file means: a file of ours, of torch's optimizers or of those
-// of others, maybe with other options.
+// Converts the state of a parameter from a file of amp_ext, torch or another library, which may
+// have been written with other options.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,33 +14,33 @@
 
 namespace amp_ext::optim {
 
-// What a file has under a key, read by whoever knows its containers.
+// One value of a state in a file; the caller has converted it from Python or C++ containers.
 struct AMP_EXT_API SavedValue {
-  at::Tensor tensor;             // undefined if it is none
-  std::optional<double> number;  // also of a tensor with one real element
-  std::string type, text;        // as errors print it
+  at::Tensor tensor;             // undefined if the value is no tensor
+  std::optional<double> number;  // the number, also in a tensor with one real element
+  std::string type, text;        // type and value, as errors print them
 };
 
 struct AMP_EXT_API SavedState {
-  // Under the keys of the optimizer, in order, without those that are None.
+  // Values under keys of the optimizer, in the file's order, without None.
   std::vector<std::pair<std::string, SavedValue>> values;
-  std::string keys;  // all that the file has, as errors print them
+  std::string keys;  // all keys in the file, as errors print them
 
-  // Null where there is none.
+  // Returns null if there is no value under `key`.
   const SavedValue* find(const std::string& key) const;
 };
 
-// Throws if a state does not fit a parameter, or a part of it is missing. Its tensors are those of
-// the file, whatever part of the parameter this rank has.
+// Throws if a state does not fit a parameter or lacks something. `saved` must hold unsharded
+// tensors, even if this rank has a shard of the parameter.
 AMP_EXT_API void check_saved_state(const StateSpec& spec, const ParamRef& param,
                                    const SavedState& saved, const std::string& operation);
 
-// The state of a parameter, which has been loaded, as the options want it: copies of what a file
-// has, in its order; of the parts of this rank.
+// Returns copies of a saved state in the formats that `spec` asks for, in the file's order. The
+// tensors in `saved` must be this rank's shards.
 AMP_EXT_API StateMap loaded_state(const StateSpec& spec, const ParamRef& param,
                                   const SavedState& saved);
 
-// The moments that a file has in codes with exponents, and not as numbers, too.
+// Returns the formats of the moments that a file has only in blockwise quantized form.
 AMP_EXT_API std::vector<MomentFormat> blocks_in(const StateSpec& spec, const SavedState& saved);
 
 }  // namespace amp_ext::optim

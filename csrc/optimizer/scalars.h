@@ -1,4 +1,4 @@
-// Numbers that a step or a look reads from a device: one float32 there.
+// Scalars that a step or a scan of the gradients reads from a device, as one float32 element.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,7 @@ inline at::Tensor scalar_on(const at::Device& device, const at::Tensor& scalar) 
   return to_device(scalar, device).to(at::kFloat);
 }
 
-// What gradients are multiplied by that carry a scale, as the kernels compute it.
+// Returns 1 / grad_scale, rounded as in the kernels.
 inline at::Tensor inverse_of_scale(const at::Tensor& grad_scale) {
   return grad_scale.to(at::kDouble).reciprocal().to(at::kFloat);
 }

@@ -1,4 +1,4 @@
-// The states of parameters as the options of their groups want them.
+// Creates and converts the states of parameters, as the options of their groups require.
 #include "optimizer/states.h"
 
 #include <ATen/ops/full.h>
@@ -26,8 +26,8 @@ Moments moments_in(const StateSpec& spec, const StateMap& state) {
   return moments;
 }
 
-// Refuses what is left of a state: new moments beside a late counter belong to no step. A maximum
-// may be missing, as it does where a loop switches AMSGrad on.
+// Throws if only part of a state exists: new moments, which are 0, do not fit an old step count. An
+// AMSGrad maximum may be missing, because a loop may switch AMSGrad on.
 void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   const bool has_step = spec.keeps_step && tensor_under(state, "step").defined();
   if (!has_step && moments_in(spec, state).empty()) return;
@@ -43,7 +43,7 @@ void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, cons
   }
 }
 
-// The number of steps behind a state; none where its counter says so.
+// Returns the step count to set in a state; empty if the state's own count is valid.
 std::optional<double> steps_behind(const StateSpec& spec, const StateMap& state) {
   const bool lacks_step = !tensor_under(state, "step").defined();
   if (!spec.needs_buffers && !spec.buffers.empty()) {  // torch's SGD keeps no counter
@@ -176,7 +176,7 @@ StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap s
     const at::Tensor master = tensor_under(state, master_key);
     if (!master.defined()) {
       set_under(state, master_key, convert_master(param.local, masters_in(state), master_key));
-    } else {  // whether a lower part has its dtype is the plan's to check
+    } else {  // the plan checks the dtype of a residual
       convert(master_key, master_key == kFp32Master ? at::kFloat : master.scalar_type());
     }
   }
@@ -187,7 +187,7 @@ StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap s
   std::vector<MomentFormat> formats;
   for (const MomentFormat& format : spec.formats(param)) {
     const bool is_used = formats.size() < static_cast<size_t>(spec.buffer_count);
-    // Also buffers that the group keeps only with other options, to which a loop may change.
+    // Includes buffers that the group does not use now, because a loop may change its options.
     if (is_used || has_moment(keys_in(state), format.name)) formats.push_back(format);
   }
   const Moments made = convert_moments(moments, formats, param.local);

@@ -1,5 +1,5 @@
-// What an optimizer keeps of a parameter: counter, master and moments, made whole as the options of
-// its group want them.
+// The state of a parameter: step count, master weights and moments. Missing parts are created and
+// others converted, as the options of the group require.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,61 +21,62 @@
 
 namespace amp_ext::optim {
 
-// The state of a parameter: its tensors by their keys in Python, in order.
+// The tensors of the state of a parameter, by their keys in Python, in order.
 using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
-// Undefined where there is none.
+// Access to a StateMap. tensor_under returns an undefined tensor if there is no such key.
 AMP_EXT_API at::Tensor tensor_under(const StateMap& state, const std::string& key);
 AMP_EXT_API void set_under(StateMap& state, const std::string& key, at::Tensor tensor);
 AMP_EXT_API HasKey keys_in(const StateMap& state);
 AMP_EXT_API Masters masters_in(const StateMap& state);
 
-// A parameter, and where it is listed. What decides how its state is kept is asked of the whole, so
-// that every rank has the same; the tensors of the state are those of this rank's part.
+// A parameter and its position in the optimizer. The unsharded parameter determines the formats of
+// the state, so that every rank has the same; the tensors of the state are shards like `local`.
 struct AMP_EXT_API ParamRef {
-  at::Tensor unsharded;  // of which only dtype, sizes and strides are read
-  at::Tensor local;      // this rank's part of it, or all of it
+  at::Tensor unsharded;  // the whole parameter; only dtype, sizes and strides are read
+  at::Tensor local;      // this rank's shard, or the whole parameter
   size_t group = 0;
-  size_t index = 0;               // in its group
-  bool shards_whole_rows = true;  // whether each rank has whole rows of dimension 0
+  size_t index = 0;               // index in the group
+  bool shards_whole_rows = true;  // whether each shard has complete rows of dimension 0
 
-  // As errors say where it is listed.
+  // Returns the position as errors print it.
   std::string place() const { return c10::str("group ", group, ", param ", index); }
 };
 
-// What the formula and the options of a group let its parameters keep.
+// Describes the states of a group's parameters, which follow from the formula and the options.
 struct AMP_EXT_API StateSpec {
   std::string optimizer;                    // the name of the optimizer, for errors
-  at::ArrayRef<BufferDescription> buffers;  // of the formula, which outlive this
-  int buffer_count = 0;                     // of those that the group keeps, the first ones
-  bool keeps_step = true;                   // whether states count steps
-  // Whether a state that lacks one of its buffers is refused. If not, its next step is the first.
+  at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
+  int buffer_count = 0;                     // how many of `buffers` the group uses
+  bool keeps_step = true;                   // whether states have a step count
+  // Whether a state without one of its buffers is refused; if not, its next step counts as the
+  // first.
   bool needs_buffers = true;
-  bool needs_step = true;  // whether one that lacks its counter is, where the group keeps one
+  bool needs_step = true;  // whether a state without its step count is refused
   MasterWeights master_weights = true;
   StateDType state_dtype;
   std::optional<std::string> rounding;
 
-  // The keys of buffers where they are not coded: of those that the group keeps, and of all.
+  // Keys of the buffers if they are not quantized: of those that the group uses, and of all.
   std::vector<std::string> names() const;
   std::vector<std::string> all_names() const;
 
-  // Whether a state has something of the optimizer under a key.
+  // True if the optimizer stores something under `key`.
   bool is_key(const std::string& key) const;
 
-  // How each buffer of a parameter is kept, also those that the group does not keep.
+  // Returns the format of each buffer, including buffers that the group does not use.
   std::vector<MomentFormat> formats(const ParamRef& param) const;
 
-  // Whether one of them is in codes.
+  // True if a buffer of the parameter is quantized.
   bool has_codes(const ParamRef& param) const;
 
-  // The key of its master; empty for none.
+  // Returns the key of the parameter's master; empty if it has no master.
   std::string master_key(const ParamRef& param) const;
 
-  // The keys of what a state would need, given those that it has.
+  // Returns the keys that a state requires but lacks.
   std::vector<std::string> missing_from(const HasKey& has_key) const;
 
-  // Whether two let the parameters of one optimizer keep the same, and for the same reasons.
+  // True if two specs of one optimizer ask for the same states by the same options.
   friend bool operator==(const StateSpec& a, const StateSpec& b) {
     return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
            a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&
@@ -83,30 +84,30 @@ struct AMP_EXT_API StateSpec {
   }
 };
 
-// Throws if no step takes parameters of its dtype, or on its device.
+// Throws unless steps support the dtype and the device of the parameter.
 AMP_EXT_API void check_is_stepped(const StateSpec& spec, const ParamRef& param,
                                   const std::string& operation);
 
-// What the options of a group of an optimizer let its parameters keep.
+// Returns the spec of the states of a group with these options.
 AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options);
 AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                                     const StateRequirements& requirements);
 
-// The state of a parameter as the options want it, its dtype and device being so. What the state
-// lacks is made, and what the parameter was converted under is converted; nothing is written, and
-// tensors that fit are taken as they are. Throws if only a part of a state is there.
+// Returns the state with everything that `spec` requires: missing tensors are created, and others
+// converted to the right dtype, format and device. Tensors that fit are returned unchanged, and
+// none is written. Throws if only some of the required entries exist.
 AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
-// The tensors of a whole state that a step reads and writes.
+// Returns the tensors of a complete state that a step reads and writes.
 AMP_EXT_API ParamState state_of_step(const StateSpec& spec, const ParamRef& param,
                                      const StateMap& state);
 
-// The moments and the master of a state as float32 numbers under the keys of torch, float64 ones as
-// such. All are copies.
+// Returns copies of the moments and the master in float32, under torch's keys. float64 moments stay
+// float64.
 AMP_EXT_API StateMap float32_state(const StateSpec& spec, const ParamRef& param,
                                    const StateMap& state);
 
-// Sizes and strides of what a state has under a key for a parameter, or for a part of it.
+// Returns sizes and strides of the tensor under `key` for a parameter, or for a shard of it.
 AMP_EXT_API std::pair<std::vector<int64_t>, std::vector<int64_t>> layout_under(
     const StateSpec& spec, const std::string& key, const at::Tensor& param);
 

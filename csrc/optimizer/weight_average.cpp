@@ -1,4 +1,4 @@
-// Averages of the weights of one optimizer.
+// Creates and updates averages of weights, and swaps them with the parameters.
 #include "optimizer/weight_average.h"
 
 #include <ATen/core/grad_mode.h>
@@ -25,7 +25,7 @@ AverageHyperparameters hyperparameters_of(const AverageOptions& options) {
   return {options.decay.value_or(0.0), !options.decay.has_value(), options.warmup, options.every};
 }
 
-// A record of tensors in the layout of the average.
+// Returns the kernel arguments of a weight and its average; a weight in another layout is copied.
 KernelTensorArgs args_of(const AveragedWeight& weight, const at::Tensor& average,
                          std::vector<at::Tensor>& contiguous_copies) {
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype) {
@@ -132,8 +132,8 @@ std::vector<int64_t> Plan::params_without_state() const {
   return indices;
 }
 
-// A master that its parameter has left behind is what the next step would make of it. States of
-// another dtype or shape are not the parameter's any more.
+// Collects the weights to average. An out-of-date master is replaced as the next step would do it,
+// and a state of another dtype or shape is ignored, because it no longer fits the parameter.
 std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   std::vector<AveragedWeight> weights;
   weights.reserve(slots_.size());
@@ -192,7 +192,8 @@ void Plan::swap_out(WeightAverages& averages) {
   if (end.failure != nullptr) std::rethrow_exception(end.failure);
 }
 
-// A master that was fresh is so again: its parameter has its bits.
+// Adds the writes of a swap to the remembered versions: the parameters have their old bits again,
+// so their masters are still up to date.
 void Plan::forget_writes(const SwapEnd& end) {
   const auto forget = [&](const void* object, SeenTensor& seen) {
     const auto writes = end.writes.find(object);
@@ -228,7 +229,7 @@ void WeightAverages::check(const Average& average, const AveragedWeight& weight)
               ": call restart()");
 }
 
-// Finds those of a device, or adds them with counters of 0.
+// Returns the entry of a device; adds one with counters of 0 if there is none.
 WeightAverages::OfDevice& WeightAverages::on_device(std::vector<OfDevice>& devices,
                                                     const at::Device& device) {
   const auto place = std::find_if(devices.begin(), devices.end(),
@@ -242,7 +243,7 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
   list(weights, /*begins_anew=*/false);
 }
 
-// To begin anew, an average that does not fit its weight is one of others.
+// With `begins_anew`, an average that no longer fits its weight is replaced by a new one.
 void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begins_anew) {
   bool are_registered = weights.size() == averages_.size();
   for (size_t i = 0; are_registered && i < weights.size(); ++i) {
@@ -328,7 +329,7 @@ void WeightAverages::launch(const std::vector<OfDevice>& devices,
   }
 }
 
-// The first average of all is the weight, in the averages' dtype.
+// Sets averages to the weights, in the averages' dtype: with counters of 0 an update copies.
 void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
                            const std::vector<at::Tensor>& averages) {
   AverageOptions options = options_;
@@ -365,7 +366,7 @@ void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t
 void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
   const at::NoGradGuard no_grad;
   list(weights);
-  std::vector<Replaced> replaced;  // all that may fail comes before the first write
+  std::vector<Replaced> replaced;  // all steps that may fail precede the first write
   for (const AveragedWeight& weight : weights) {
     const at::Tensor& param = weight.param;
     replaced.push_back(
@@ -383,7 +384,7 @@ void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
     if (i < averages_.size()) {
       replaced_[i].tensor.copy_(averages_[i].tensor);
     } else {
-      replaced_[i].tensor.zero_();  // so that the master is the parameter
+      replaced_[i].tensor.zero_();  // a residual of 0: the master equals the parameter
     }
   }
   clear_autocast_cache();
@@ -402,7 +403,7 @@ SwapEnd WeightAverages::swap_out() {
       if (end.failure == nullptr) end.failure = std::current_exception();
     }
   }
-  // At last: parameters that are views of one tensor have one version.
+  // Reads versions after all writes, because views of one tensor share one version counter.
   for (const Replaced& one : replaced_) {
     if (one.object != nullptr) end.writes[one.object] = version_of(one.tensor) - one.version;
   }

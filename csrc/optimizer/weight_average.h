@@ -1,5 +1,4 @@
-// Averages of the weights of one optimizer: which weight has which, what an engine is told of them,
-// and their exchange with the parameters.
+// Averages of the weights of one optimizer: how they are created, updated and swapped in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,79 +18,80 @@
 
 namespace amp_ext {
 
-// A weight on this rank, as an average takes it.
+// A weight on this rank, to be averaged.
 struct AveragedWeight {
   const void* object;      // the identity of the parameter
-  at::Tensor param;        // this rank's part of it
-  at::Tensor master;       // float32, or the lower part of a split one; undefined: the parameter
-  int64_t global_offset;   // where the part begins in the whole
-  int64_t group;           // of the parameter
-  int64_t index_in_group;  // likewise
+  at::Tensor param;        // this rank's shard, or the whole parameter
+  at::Tensor master;       // float32 master or residual; undefined: param is the weight
+  int64_t global_offset;   // index of the shard's first element in the whole tensor
+  int64_t group;           // index of the parameter's group
+  int64_t index_in_group;  // index of the parameter in the group
 };
 
-// What an optimizer lets its averages do, in a use of its plan.
+// Operations on averages that the plan of an optimizer runs.
 enum class Averaging { kTake, kList, kRestart, kSwapIn };
 
-// As errors say it: "take_average".
+// Returns the name for errors: "take_average".
 AMP_EXT_API const char* name_of(Averaging averaging);
 
-// What is wrong with the options; empty if nothing is.
+// Returns an error text if the options are invalid; empty if they are valid.
 AMP_EXT_API std::string wrong_in(const AverageOptions& options);
 
-// One step of averages that have the layout of their weights or another dense one, on one device.
-// Tensors of other layouts, and float64 weights, are copied into `staged`, which has to live until
-// the launch.
+// Launches one update of dense averages on one device. Weights in another layout, and float64
+// weights, are copied first. `counters` has two int64; an undefined `step_applied` means 1.
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& step_applied,
                     StepScratch& scratch);
 
-// Throws on behalf of an operation if the parameters hold averages.
+// Throws on behalf of an operation if the parameters currently hold the averages.
 void check_weights_are_in(const std::string& operation, bool is_swapped);
 
-// What became of the parameters when averages left them.
+// Result of restoring the parameters after they held averages.
 struct SwapEnd {
-  std::unordered_map<const void*, int64_t> writes;  // by object, how often each was written
-  std::exception_ptr failure;                       // null: each has its bits again
+  std::unordered_map<const void*, int64_t> writes;  // by parameter: version increments by the swap
+  std::exception_ptr failure;  // the first error; null: all are restored exactly
 };
 
 class AMP_EXT_API WeightAverages {
  public:
   explicit WeightAverages(AverageOptions options);
 
-  // Keeps an average of each of these weights, in their order: begins those that are missing at the
-  // present weights, and drops those of others.
+  // Keeps one average for each of these weights, in their order. A new average starts at the
+  // present weight; averages of other weights are dropped.
   void list(const std::vector<AveragedWeight>& weights);
-  // How often weights were listed that differ from those before.
+  // Returns how often `list` has changed the list of weights.
   int64_t listings() const { return listings_; }
 
-  // Takes one step into account, of the number that the host counts, unless it is the last one that
-  // was taken. The step before the first call was taken before the averages began. A weight that
-  // was listed since the last step begins anew as this one leaves it.
+  // Adds the weights after step number `step` to the averages, once for each step. The first call
+  // adds nothing, because its step precedes the averages. A weight that was registered since the
+  // last step restarts its average after this one.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& step_applied,
             int64_t step);
 
-  // Begins all averages anew at the present weights, after this step; in the same memory, where the
-  // weights have dtypes and shapes as before.
+  // Restarts all averages at the present weights, after step number `step`. Averages whose weights
+  // still have the same dtype and shape keep their memory.
   void restart(const std::vector<AveragedWeight>& weights, int64_t step);
 
-  // Puts the averages into the parameters. Where this throws, some may be in.
+  // Copies the averages into the parameters. If it throws, some parameters may already hold them.
   void swap_in(const std::vector<AveragedWeight>& weights);
-  // Puts the parameters back, if averages are in them: all that fit their bits, whatever fails.
+  // Restores the parameters if they hold averages. An error does not stop it: every parameter that
+  // still has its dtype, shape and device is restored.
   SwapEnd swap_out();
   bool is_swapped() const { return is_swapped_; }
   // Throws on behalf of an operation while the averages are in the parameters.
   void check_not_swapped(const std::string& operation) const;
 
-  // [weights], of the options' dtype.
+  // Returns the averages, one for each weight, in the dtype of the options.
   std::vector<at::Tensor> averages() const;
-  // Two int64, the steps that have landed and the averages that were taken; undefined without a
-  // weight.
+  // Returns two int64: the number of applied steps, and of updates of the averages. Undefined if
+  // there are no weights.
   at::Tensor counters() const;
-  // The indices of the weights that were listed since the last step, and begin anew at the next.
+  // Returns the indices of weights that were registered since the last step. Their averages restart
+  // at the next one.
   std::vector<int64_t> joined() const;
-  // Takes over averages, which are copied, the counts of steps that have landed and of averages
-  // that were taken, and which weights have joined. All or nothing.
+  // Loads copies of averages, the numbers of applied steps and of updates, and the indices that
+  // `joined` returned. Checks everything before it changes anything.
   void load(const std::string& operation, const std::vector<at::Tensor>& averages, int64_t steps,
             int64_t n_averaged, const std::vector<int64_t>& joined);
 
@@ -100,20 +100,20 @@ class AMP_EXT_API WeightAverages {
     const void* object;
     at::ScalarType param_dtype;
     at::Tensor tensor;
-    bool has_joined;  // since the last step that was taken
+    bool has_joined;  // registered since the last step
   };
-  // The averages of one device.
+  // Averages on one device.
   struct OfDevice {
     at::Device device;
     at::Tensor counters;
     std::vector<int64_t> indices;
   };
-  // A tensor that an average has replaced, and what it was.
+  // A tensor that the swap has overwritten, with its values and its version from before.
   struct Replaced {
     at::Tensor tensor;
     at::Tensor saved;
     int64_t version;
-    const void* object;  // of a parameter; null: a lower part
+    const void* object;  // identity of the parameter; null for a residual
     std::string name;
   };
 
@@ -134,7 +134,7 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  std::optional<int64_t> last_step_;  // none before the first call
+  std::optional<int64_t> last_step_;  // step number of the last call; empty before
 };
 
 }  // namespace amp_ext
