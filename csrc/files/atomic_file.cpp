@@ -1,4 +1,4 @@
-// Opens files that are to take the place of others.
+// Opens temporary files that are renamed to their targets when complete.
 #include "files/atomic_file.h"
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@ namespace fs = std::filesystem;
 
 constexpr char kEnd[] = ".tmp";
 constexpr size_t kDigits = 16;
-constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot before them
-constexpr size_t kLongestName = 255;                      // of a file, in bytes
+constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot, the digits, the end
+constexpr size_t kLongestName = 255;                      // bytes in a file name
 
 const char* file_type_name(mode_t mode) {
   if (S_ISDIR(mode)) return "a folder";
@@ -29,9 +29,9 @@ const char* file_type_name(mode_t mode) {
   return S_ISSOCK(mode) ? "a socket" : "a device";
 }
 
-// What links at a path end at, which may not be there.
+// Returns the path to which symbolic links at `path` lead. No file needs to be there.
 fs::path end_of_links(fs::path path) {
-  constexpr int kMost = 40;  // as Linux follows
+  constexpr int kMost = 40;  // the limit of Linux
   std::error_code error;
   for (int i = 0; i < kMost && fs::is_symlink(path, error); ++i) {
     path = path.parent_path() / fs::read_symlink(path, error);
@@ -74,7 +74,7 @@ FileBeside open_atomic(const std::string& path) {
     file.temporary.clear();
     return file;
   }
-  if (is_there) ::fchmod(file.descriptor, mode);  // what the umask took away
+  if (is_there) ::fchmod(file.descriptor, mode);  // restores bits that the umask removed
   file.target = target;
   return file;
 }

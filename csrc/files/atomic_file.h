@@ -1,4 +1,5 @@
-// A file that takes the place of another in one step: it is written beside it, then renamed.
+// Replaces a file atomically: the new content is written to a temporary file, which is then
+// renamed.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -8,14 +9,15 @@
 namespace amp_ext {
 
 struct FileBeside {
-  std::string refusal;  // why nothing can stand in the place of what is there, if not empty
-  int error = 0;  // errno of what failed otherwise; without one and a refusal there is the rest:
-  int descriptor = -1;  // open
+  std::string refusal;  // why the path can't be replaced; empty: it can
+  // errno of another failure, or 0. Without a refusal and an error, the other fields are set.
+  int error = 0;
+  int descriptor = -1;  // open for writing
   std::string temporary, target;
 };
 
-// Opens the file that is to be renamed to `path`, or to what links at `path` end at. It has a name
-// of its own, and the mode of the file that is there or else of any new one.
+// Opens a temporary file that the caller renames to `target`: to `path`, or to where its symbolic
+// links lead. It has the mode of the existing file, or else the usual mode of new files.
 AMP_EXT_API FileBeside open_atomic(const std::string& path);
 
 }  // namespace amp_ext

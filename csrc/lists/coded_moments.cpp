@@ -1,4 +1,4 @@
-// Moments in 8 bits as tensors: coded and decoded, rounded to nearest, on the CPU.
+// Quantizes moments to 8 bits and dequantizes them, on the CPU; rounds to nearest.
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -18,13 +18,13 @@ namespace amp_ext {
 
 namespace {
 
-// A tensor on the CPU without gaps, with its elements in the order of its memory.
+// Returns a dense CPU copy; a tensor that is dense keeps its memory order.
 at::Tensor dense_on_cpu(const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();
   return here.is_non_overlapping_and_dense() ? here : here.contiguous();
 }
 
-// The same, in the layout of another.
+// Returns a CPU copy in the layout of `layout`, so that one index addresses both.
 at::Tensor laid_out_as(const at::Tensor& layout, const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();
   if (have_same_dense_layout(here, layout)) return here;
@@ -39,8 +39,8 @@ void check_tensor(const char* operation, const char* name, const at::Tensor& ten
               tensor.sizes());
 }
 
-// The sizes of the exponents of a tensor, whose blocks lie within the rows of dimension 0: throws
-// unless that is outermost in memory.
+// Returns the sizes of a tensor's exponents. Blocks lie within rows of dimension 0, so this throws
+// unless dimension 0 has the largest stride.
 std::vector<int64_t> sizes_of_exponents(const char* operation, const char* name,
                                         const at::Tensor& tensor) {
   int64_t row = 1;
@@ -63,7 +63,7 @@ bool is_of_roots(const char* operation, const std::string& code) {
   return code == "q8s";
 }
 
-// A moment as a step hands it over.
+// Converts a moment as a step does before it quantizes: second moments to their roots.
 template <typename Code>
 float as_stored(float moment) {
   return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;

@@ -1,4 +1,4 @@
-// The operations over lists of tensors: checks them and runs the engines.
+// Operations over lists of tensors: checks the lists and runs the engines.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -31,9 +31,9 @@ void check_gradients(const char* operation, const char* list, const TensorList& 
   }
 }
 
-// Records of tensors that are only read.
+// Kernel arguments of tensors that are only read.
 struct DenseReads {
-  TensorList copies;  // of those with gaps
+  TensorList copies;  // the tensors, or dense copies of those with gaps
   std::vector<KernelTensorArgs> all_args;
 
   explicit DenseReads(const TensorList& tensors) {
@@ -45,7 +45,7 @@ struct DenseReads {
   }
 };
 
-// Memory of an optional first_nonfinite.
+// Returns the memory of an optional first_nonfinite, or null.
 int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
                      const at::Device& device) {
   if (!number.has_value()) return nullptr;
@@ -64,8 +64,8 @@ void check_multiplied(const char* operation, const TensorList& grads, const at::
                    [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
 }
 
-// Multiplies checked gradients in place, through dense copies of those with gaps. Where a launch is
-// refused, those of the launches before are multiplied, and the error says how many.
+// Multiplies checked gradients in place, through dense copies of those with gaps. If a launch
+// fails, the gradients of earlier launches stay multiplied, and the error says how many.
 void multiply(const char* operation, const TensorList& grads, const at::Device& device,
               const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const at::NoGradGuard no_grad;
@@ -101,11 +101,11 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
                                " grads have been multiplied; compute all of them anew"));
     throw;
   }
-  if (device.is_cpu() && inputs.factor() == 1.0f) return;  // nothing was written
+  if (device.is_cpu() && inputs.factor() == 1.0f) return;  // a factor of 1 writes nothing
   write_back();
 }
 
-// Clips checked float64 gradients in the precision of their norm, as torch does.
+// Clips checked float64 gradients in the precision of a float64 norm, as torch does.
 void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
   if (grads.empty()) return;
   const at::NoGradGuard no_grad;

@@ -1,4 +1,4 @@
-// Split masters as tensors: made of float32 ones, and joined to them, on the CPU.
+// Splits float32 masters into parameter and residual, and joins them, on the CPU.
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -15,7 +15,7 @@ namespace amp_ext {
 
 namespace {
 
-// One element. The parameter has the bits that it is to keep.
+// Joins and splits one element. Splitting returns only the residual: the parameter keeps its bits.
 template <typename Storage, int kBits>
 struct Element {
   using Residual = typename Split<Storage, kBits>::Residual;
@@ -29,9 +29,9 @@ struct Element {
     }
   }
 
-  // The lower part with which this parameter is nearest to a master that rounds to it; 0, and so
-  // the parameter itself, if it does not. A tie rounds to two parameters: to even, or away from
-  // zero.
+  // Returns the residual that brings the parameter nearest to a master that rounds to it; a tie
+  // rounds to both neighbours, by either rule. Otherwise returns 0, so that the master is the
+  // parameter.
   static Residual residual_for(Storage param, float master) {
     if constexpr (kIsDifference) {
       const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);

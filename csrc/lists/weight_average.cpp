@@ -1,4 +1,4 @@
-// Averages of weights in lists.
+// One update of averages of weights over lists of tensors.
 #include "optimizer/weight_average.h"
 
 #include <amp_ext/ops.h>
@@ -12,7 +12,7 @@ namespace amp_ext {
 void average_weights_(const AverageLists& lists, AverageOptions options) {
   const char* const operation = "average_weights_";
   const TensorList &params = lists.params, &averages = lists.averages;
-  options.dtype = at::kFloat;  // each average has its own
+  options.dtype = at::kFloat;  // unused here: each average has its own dtype
   const std::string wrong = wrong_in(options);
   TORCH_CHECK(wrong.empty(), operation, ": ", wrong);
   check_is_plain(operation, "counters", lists.counters);

@@ -1,9 +1,9 @@
-// The weights that autocast has cast and keeps until the end of its outermost scope.
+// Access to autocast's cache of cast weights, which lives until the outermost autocast scope ends.
 #pragma once
 
 namespace amp_ext {
 
-// Drops them all: they are stale once parameters were written. One map for the process.
+// Clears the cache of the process: its weights are out of date after parameters were written.
 void clear_autocast_cache();
 
 }  // namespace amp_ext

@@ -1,4 +1,4 @@
-// Memory of reports on a device and of their mirrors in host memory.
+// Memory for reports on a device and for their mirrors in host memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ inline at::Tensor bytes_on_device(const at::Device& device, int64_t size) {
   return at::zeros({size}, at::TensorOptions(device).dtype(at::kByte));
 }
 
-// Host memory that kernels on the device can write.
+// Returns zeroed host memory that kernels on the device can write: pinned for CUDA.
 inline at::Tensor bytes_on_host(const at::Device& device, int64_t size) {
   const auto options = at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda());
   const at::Tensor bytes = at::empty({size}, options);
@@ -32,15 +32,15 @@ Report* as(const at::Tensor& bytes) {
   return static_cast<Report*>(bytes.mutable_data_ptr());
 }
 
-// Waits until a device has done all that was launched.
+// Waits until a device has finished all launched work.
 inline void synchronize(const at::Device& device) {
   if (device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
   guard.synchronizeDevice(device.index());
 }
 
-// The same before a mirror is freed: in a destructor, maybe when the process ends, nobody can be
-// told of an error.
+// Waits before a destructor frees a mirror. Errors are ignored, because a destructor can't report
+// them and may run when the process ends.
 inline void wait_before_end(const at::Device& device) noexcept {
   try {
     synchronize(device);
@@ -48,8 +48,8 @@ inline void wait_before_end(const at::Device& device) noexcept {
   }
 }
 
-// The last numbers of a history that begins with number `first`, without their signs, and whether
-// they had one.
+// Entries [first, end) of a ring buffer: magnitudes, and signs, which mark for example skipped
+// steps.
 struct SignedHistory {
   std::vector<double> numbers;
   std::vector<bool> have_sign;
@@ -62,7 +62,7 @@ struct SignedHistory {
   }
 };
 
-// Calls copy(), which reads a mirror, until nobody wrote it meanwhile.
+// Calls copy(), which reads a mirror, and repeats it if the mirror was written meanwhile.
 template <typename Copy>
 void read_consistently(const ReportStamps& mirror, const Copy& copy) {
   int64_t finished = 0;

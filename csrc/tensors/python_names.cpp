@@ -1,4 +1,4 @@
-// What Python calls a tensor's dtype, shape and layout.
+// Formats dtypes, shapes and layouts as Python prints them.
 #include "tensors/python_names.h"
 
 #include <c10/util/StringUtil.h>

@@ -1,4 +1,4 @@
-// What Python calls a tensor's dtype, shape and layout, for errors that both languages have.
+// Formats dtypes, shapes and layouts as Python prints them, for errors in Python and in C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,20 +8,19 @@
 
 namespace amp_ext {
 
-// "torch.float32".
+// Returns "torch.float32", for example.
 std::string python_name(at::ScalarType dtype);
 
-// "(2, 3)", and of one dimension "(2,)".
+// Returns "(2, 3)", for example, and "(2,)" for one dimension.
 std::string python_name(at::IntArrayRef sizes);
 
-// "torch.strided".
+// Returns "torch.strided", for example.
 std::string python_name(at::Layout layout);
 
-// "['step', 'exp_avg']".
+// Returns "['step', 'exp_avg']", for example.
 std::string python_list(const std::vector<std::string>& texts);
 
-// Throws unless a tensor of a file, which `where` names, has this dtype and these sizes, and dense
-// elements.
+// Throws unless a dense tensor of this dtype and these sizes was saved; errors call it `where`.
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,
                        const at::Tensor& saved, const std::string& where);
 

@@ -1,4 +1,4 @@
-// Looks through at::Tensor at its memory: dtype, layout, and whether tensors share it.
+// Checks the dtypes and layouts of tensors, and whether tensors share memory.
 #include "tensors/tensor_memory.h"
 
 #include <algorithm>
@@ -11,16 +11,17 @@ namespace amp_ext {
 
 namespace {
 
-// A tensor that has elements: runs of bytes without gaps, one at `begin` plus each sum of steps.
+// Memory of a tensor that is not empty: contiguous runs of `run` bytes each. One run starts at
+// `begin`, the others at `begin` plus multiples of the strides in `steps`.
 struct Placed {
   struct Step {
-    int64_t size;    // above 1
-    int64_t stride;  // in bytes
+    int64_t size;    // number of runs, at least 2
+    int64_t stride;  // distance of runs in bytes
   };
 
   intptr_t begin;
-  intptr_t end;  // behind the last byte
-  int64_t run;   // bytes
+  intptr_t end;  // end of the last run
+  int64_t run;   // bytes of a run
   std::vector<Step> steps;
   const MemoryUse* use;
 
@@ -31,8 +32,9 @@ struct Placed {
                            [](int64_t count, const Step& step) { return count * step.size; });
   }
 
-  // Whether it is certain that no two runs share a byte. Strides that exceed all that the smaller
-  // ones span are; of others, as of sizes {2, 2} with strides {2, 3}, only the elements tell.
+  // True if certainly no two runs share a byte: each stride is at least what the smaller strides
+  // span. If false, the runs must be compared; sizes {2, 2} with strides {2, 3}, for example, may
+  // be fine.
   bool is_surely_apart() const {
     int64_t span = run;
     for (const Step& step : steps) {
@@ -81,20 +83,21 @@ struct Context {
               " is written and must not share memory with ", context.name(other));
 }
 
-// A stretch of the memory of tensor number `owner` of a cluster.
+// Bytes [begin, end) of the tensor cluster[owner].
 struct Stretch {
   int64_t begin;
   int64_t end;
   size_t owner;
 };
 
-// The owners of two stretches that share a byte which one of them writes, the later one first.
+// Returns the owners, larger index first, of two stretches with a common byte that one of them
+// writes.
 std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stretches,
                                                      const std::vector<Placed>& cluster) {
   std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
     return std::tie(a.begin, a.owner) < std::tie(b.begin, b.owner);
   });
-  const Stretch* furthest = nullptr;  // of those that have passed
+  const Stretch* furthest = nullptr;  // stretch with the largest end so far
   const Stretch* furthest_written = nullptr;
   for (const Stretch& next : stretches) {
     const bool written = cluster[next.owner].use->written;
@@ -110,8 +113,8 @@ std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stret
   return std::nullopt;
 }
 
-// Whether it is certain that the tensors of a cluster share nothing. All strides are multiples of
-// one number: modulo that, columns of a matrix lie side by side.
+// True if certainly no two tensors of a cluster share a byte. All offsets are taken modulo the
+// common divisor of all strides: there, columns of one matrix are disjoint intervals.
 bool are_surely_apart(const std::vector<Placed>& cluster) {
   int64_t modulus = 0;
   for (const Placed& placed : cluster) {
@@ -122,7 +125,7 @@ bool are_surely_apart(const std::vector<Placed>& cluster) {
   std::vector<Stretch> stretches;
   for (size_t owner = 0; owner < cluster.size(); ++owner) {
     const Placed& placed = cluster[owner];
-    if (placed.run > modulus) return false;  // or all are dense: the modulus is 0
+    if (placed.run > modulus) return false;  // also if all are dense: modulus is 0
     const int64_t begin = (placed.begin - cluster.front().begin) % modulus;
     const int64_t end = begin + placed.run;
     stretches.push_back({begin, std::min(end, modulus), owner});
@@ -131,7 +134,7 @@ bool are_surely_apart(const std::vector<Placed>& cluster) {
   return !find_shared(stretches, cluster).has_value();
 }
 
-// Lists every run of a tensor.
+// Adds every run of a tensor to `stretches`.
 void add_runs(std::vector<Stretch>& stretches, const Placed& placed, size_t owner) {
   std::vector<int64_t> index(placed.steps.size(), 0);
   int64_t begin = placed.begin;
@@ -149,8 +152,8 @@ void add_runs(std::vector<Stretch>& stretches, const Placed& placed, size_t owne
   }
 }
 
-// Tensors whose ranges touch each other: what they take is bounded by their elements, never by what
-// lies between those.
+// Checks tensors whose ranges overlap. Time and memory grow with the number of runs, not with the
+// gaps between them.
 void check_cluster(const Context& context, const std::vector<Placed>& cluster) {
   const bool any_written = std::any_of(cluster.begin(), cluster.end(),
                                        [](const Placed& placed) { return placed.use->written; });

@@ -1,4 +1,4 @@
-// Looks through at::Tensor at its memory: dtype, layout, and whether tensors share it.
+// Checks of the memory behind tensors: dtype, layout, changes, and whether tensors share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,15 +19,15 @@
 
 namespace amp_ext {
 
-// Elements that are worth a thread of the CPU.
+// Elements for which a further CPU thread pays off: the grain size of parallel_for.
 inline constexpr int64_t kGrain = 32768;
 
-// Null for a dtype that no kernel takes.
+// Returns null for a dtype that no kernel supports.
 std::optional<DType> dtype_of(at::ScalarType dtype);
 std::optional<DType> dtype_of(const at::Tensor& tensor);
 
-// A strided tensor with memory of its own: not sparse, nested, lazy, negated or a subclass with
-// other rules.
+// True for a strided tensor with its own storage: not sparse, nested, lazy or negated, and no
+// subclass that overrides operators.
 inline bool is_plain(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet special({c10::DispatchKey::Python, c10::DispatchKey::Negative,
                                          c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
@@ -37,65 +37,65 @@ inline bool is_plain(const at::Tensor& tensor) {
          tensor.has_storage();
 }
 
-// Of one of the layouts that leave elements out; those of mkldnn and of jagged tensors do not.
+// True for a layout that does not store every element; mkldnn and jagged layouts store all.
 bool is_sparse(const at::Tensor& tensor);
 
-// What messages call a tensor that is not a plain one.
+// Describes a tensor that is not plain, for errors.
 std::string layout_and_device_of(const at::Tensor& tensor);
 
-// Throws unless a tensor of an operation is a plain one, whose storage holds all of its elements.
+// Throws unless a tensor is plain and its storage holds all of its elements.
 void check_is_plain(const std::string& operation, const std::string& name,
                     const at::Tensor& tensor);
 
-// Whether the storage of a plain tensor holds all of its elements: it may have been resized.
+// True if the storage of a plain tensor holds all of its elements. A resized storage may not.
 bool has_all_elements(const at::Tensor& tensor);
 
 inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Whether a lazy clone shares the memory of a tensor until one of the two is written.
+// True if the tensor is a lazy clone (copy-on-write) or has one, until one of the two is written.
 inline bool is_lazily_cloned(const at::Tensor& tensor) {
   const c10::StorageImpl* storage = storage_of(tensor);
   return storage != nullptr && storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
-// Throws unless it is one number that a kernel reads or writes in place.
+// Throws unless a tensor is one element of a dtype on a device, which a kernel can use in place.
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
                   at::ScalarType dtype, const at::Device& device);
 
-// Throws unless a list has one tensor for each of `params`.
+// Throws unless `list` has one tensor for each of `params`.
 void check_length(const std::string& operation, const std::string& name,
                   const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
 
-// What an operation on gradients alone needs of one, whose elements lie densely at `data`. `number`
-// is what reports call it.
+// Returns the kernel arguments of a gradient, for operations that need no parameter. The elements
+// are dense at `data`; reports refer to the gradient by `number`.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
-// Both without gaps, with their elements in the same order: one loop over memory pairs them up.
+// True if both tensors are dense in the same element order: one loop over memory pairs them up.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
-// The lower part of a split master: one of 16 bits has bytes in a last dimension of two, which
-// collectives move, and kernels take them as 16-bit elements.
+// Residuals of split masters. A 16-bit one is uint8 with a last dimension of two bytes, which
+// collectives support; residual_elements returns the int16 view that kernels take.
 void check_is_residual(const std::string& operation, const std::string& name,
                        const at::Tensor& residual, const at::Tensor& param);
 at::Tensor residual_elements(const at::Tensor& residual);
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// A number that changes when a tensor is written; inference tensors have none.
+// Returns the version counter, which changes when the tensor is written; 0 for an inference tensor.
 inline int64_t version_of(const at::Tensor& tensor) {
   if (tensor.is_inference()) return 0;
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Tells autograd that a tensor was written, so that it refuses to use an older saved copy.
+// Tells autograd that a tensor was written, so that a backward pass refuses its older saved copies.
 inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// A tensor at some time, without a reference to it. That to its storage keeps another from taking
-// its place in memory unnoticed, but not its elements alive.
+// Recognizes a tensor later without owning it. The weak reference to the storage keeps another
+// storage from getting the same address, but does not keep the elements in memory.
 struct SeenTensor {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   int64_t version;
@@ -112,26 +112,26 @@ struct SeenTensor {
   }
 };
 
-// Asks for an object's memory before it is read. Always inlined: a compiler drops a call of what
-// neither writes nor returns anything.
+// Prefetches an object's memory. Always inlined, because compilers remove calls of functions that
+// neither write nor return anything.
 template <typename T>
 AMP_EXT_INLINE void prefetch(const T* object) {
-  constexpr size_t kLine = 64;  // bytes of a line of the caches, where it is no more
+  constexpr size_t kLine = 64;  // bytes in a cache line; it may be longer
   const char* const bytes = reinterpret_cast<const char*>(object);
   for (size_t offset = 0; offset < sizeof(T); offset += kLine) __builtin_prefetch(bytes + offset);
   __builtin_prefetch(bytes + sizeof(T) - 1);
 }
 
-// Lets tensors be made normal ones, without autograd: those that are made in inference mode can't
-// be written after it, nor saved for a backward pass. Nothing of the caller's is to be written
-// here.
+// Leaves inference mode and switches autograd off, to create normal tensors: inference tensors
+// can't be written outside inference mode, nor saved for backward. Don't write tensors of the
+// caller here.
 struct OutsideInferenceMode {
   const c10::InferenceMode off{false};  // switches autograd on
   const at::NoGradGuard no_grad;
 };
 
-// What tells that a plain tensor's memory is where it was, and as it was. Read at every step for
-// every tensor: it touches the tensor and its storage and calls nothing.
+// Shows whether a plain tensor's memory or layout has changed. Taken for every tensor in each step,
+// so it reads only the tensor and its storage and calls nothing.
 struct Fingerprint {
   const void* storage = nullptr;
   int64_t offset = 0;
@@ -139,7 +139,7 @@ struct Fingerprint {
   uint64_t keys = 0;
   caffe2::TypeMeta dtype;
   bool contiguous = false;
-  uint64_t sizes = 0;  // in one number, where they are taken
+  uint64_t sizes = 0;  // hash of the sizes; 0 without take_sizes
 
   static Fingerprint of(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -151,10 +151,11 @@ struct Fingerprint {
             impl.dtype(),
             impl.is_contiguous()};
   }
-  // Those of a parameter are enough: it is compared with all others when it has changed.
+  // Adds the sizes. Only parameters need them, because all other tensors are compared with the
+  // parameter when it changes.
   void take_sizes(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    if (impl.has_symbolic_sizes_strides()) return;  // as no plain tensor has
+    if (impl.has_symbolic_sizes_strides()) return;  // never true for a plain tensor
     for (const int64_t size : impl.sizes_default()) sizes = sizes * 0x9E3779B97F4A7C15 + size + 1;
   }
   bool operator==(const Fingerprint& other) const {
@@ -164,7 +165,7 @@ struct Fingerprint {
   }
 };
 
-// A tensor of a launch, for the search for shared memory: number `index` of list number `list`.
+// A tensor to check for overlaps: number `index` of list number `list`.
 struct MemoryUse {
   const at::Tensor* tensor;
   bool written;
@@ -173,7 +174,7 @@ struct MemoryUse {
 };
 
 // Throws if a written tensor shares an element with another tensor or with itself. Interleaved
-// views that do not share one pass. `name` gives a tensor's name in messages: "exp_avgs[3]".
+// views that share none are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
 void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>& uses,
                       const std::function<std::string(const MemoryUse&)>& name);
 

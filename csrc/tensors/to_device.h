@@ -1,12 +1,12 @@
-// Numbers that are read on another device than they were made on.
+// Copies of scalars to the device where they are read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace amp_ext {
 
-// The tensor on a device. The host waits for a copy from a GPU, which it would else read before it
-// has arrived; the streams of GPUs wait by themselves.
+// Returns the tensor on a device. A copy from a GPU to the CPU blocks, because the host could read
+// it too early; a copy to a GPU does not, because streams keep the order.
 inline at::Tensor to_device(const at::Tensor& tensor, const at::Device& device) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
