@@ -1,5 +1,4 @@
-// Replaces a file atomically: the new content is written to a temporary file, which is then
-// renamed.
+// Replaces a file atomically: new content goes into a temporary file, which is then renamed.
 #pragma once
 
 #include <amp_ext/export.h>

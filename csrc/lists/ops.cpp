@@ -53,7 +53,7 @@ int64_t* number_data(const char* operation, const std::string& name, const Optio
   return number->mutable_data_ptr<int64_t>();
 }
 
-// Throws unless gradients can be multiplied in place.
+// Throws unless all gradients can be multiplied in place: supported tensors that do not overlap.
 void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
   check_gradients(operation, "grads", grads, device);
   std::vector<MemoryUse> uses;

@@ -29,8 +29,8 @@ struct Element {
     }
   }
 
-  // Returns the residual that brings the parameter nearest to a master that rounds to it; a tie
-  // rounds to both neighbours, by either rule. Otherwise returns 0, so that the master is the
+  // Returns the residual with which the parameter comes nearest to `master`, if `master` rounds to
+  // it; a tie counts for both neighbours. Otherwise returns 0, so that the master equals the
   // parameter.
   static Residual residual_for(Storage param, float master) {
     if constexpr (kIsDifference) {

@@ -18,11 +18,11 @@
 
 namespace amp_ext {
 
-// State entries that a group needs, as its hyperparameters determine them.
+// Requirements of a group on its states, derived from its hyperparameters.
 struct StateRequirements {
   bool buffers;
-  bool step;    // the number of the step
-  bool dither;  // dithering of low-precision values
+  bool step;    // the formula uses the number of the step
+  bool dither;  // low-precision values are dithered
 
   // True if the states count their steps, which the formula or dithering needs.
   bool counted_steps() const { return step || dither; }

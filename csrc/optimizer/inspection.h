@@ -13,16 +13,17 @@
 
 namespace amp_ext {
 
-// Columns of InspectedStep::sums. The row of a parameter without a gradient is NaN. Weight means
-// the master, or the parameter if it has no master.
+// Columns of InspectedStep::sums; NaN for a parameter without a gradient. Ranks add them up, and
+// take the maximum of kLargestUpdate. Weight means the master, or the parameter if it has no
+// master.
 enum InspectedSum {
-  kLargestUpdate,  // largest |update|; ranks take the maximum, and add the others
-  kNumel,          // elements of the parameter
-  kSquares,        // sum of squares of the weight before the step
-  kUpdateSquares,
-  kUnmoved,         // elements of the parameter that the step leaves unchanged
-  kUnmovedMaster,   // elements of the weight that the step leaves unchanged
-  kMomentSquares0,  // sum of squares of buffer 0; other buffers follow
+  kLargestUpdate,   // largest |update| of an element
+  kNumel,           // number of elements of the parameter
+  kSquares,         // sum of squares of the weight before the step
+  kUpdateSquares,   // sum of squares of the update
+  kUnmoved,         // number of elements of the parameter that stay the same
+  kUnmovedMaster,   // number of elements of the weight that stay the same
+  kMomentSquares0,  // sum of squares of buffer 0; the other buffers follow
 };
 inline constexpr int kInspectedSums = kMomentSquares0 + kMaxBuffers;
 

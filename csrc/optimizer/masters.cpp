@@ -72,8 +72,8 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
     return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
-    // Splitting rounds a tie away from zero, unlike a float32 master. The next float32 rounds to
-    // the parameter.
+    // A tie rounds away from zero in a split master, but to even in float32. The next float32
+    // towards the parameter rounds to it.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

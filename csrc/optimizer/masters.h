@@ -13,7 +13,7 @@
 
 namespace amp_ext::optim {
 
-// Key of a float32 master, and all keys of masters: "low" is a 16-bit and "low8" an 8-bit residual.
+// Key of a float32 master, and keys of all masters: "low" marks 16-bit, "low8" 8-bit residuals.
 inline constexpr const char* kFp32Master = "master_param";
 inline constexpr std::array<const char*, 5> kMasterKeys = {
     kFp32Master, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
@@ -33,9 +33,8 @@ AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& ma
 // has no master.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// Returns a master with which the parameter can be stepped: the stored tensor if it fits (a
-// residual as `residual_elements`), otherwise a float32 conversion. Undefined if there is no
-// master.
+// Returns a master for a step: the stored tensor if it fits the parameter (a residual as
+// `residual_elements`), otherwise one converted to float32. Undefined if there is none.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
 // Returns the master that a parameter gets from a file, in the format of `key`; the file's own

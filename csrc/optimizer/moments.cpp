@@ -31,7 +31,7 @@ MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
   return {buffer.name, buffer.role, code == "q8h" ? at::kChar : at::kByte, code};
 }
 
-// Returns all formats of a moment: float32, then each quantized one. The role is arbitrary.
+// Returns all formats of a moment: float32, then the quantized ones. Their `role` means nothing.
 std::vector<MomentFormat> all_formats(const std::string& name) {
   const BufferDescription buffer = {name.c_str(), BufferRole::kFirstMoment};
   std::vector<MomentFormat> formats = {format_of(buffer, at::kFloat, "")};

@@ -15,7 +15,8 @@
 
 namespace amp_ext::optim {
 
-// Returns the format as keys name it: "q8h", "q8s" or "q8m"; "" for a buffer that is not quantized.
+// Returns the format as keys name it: "q8h" for kRatio, "q8s" for kRoot, "q8m" for kMagnitude, or
+// "".
 AMP_EXT_API const char* name_of(BufferCode code);
 
 // The format in which one moment is stored.
@@ -41,8 +42,8 @@ AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 // True if `key` belongs to a moment with one of these names, in any format.
 AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names);
 
-// True if `key` is for the blocks' exponents of one of these moments. The second function returns
-// their sizes.
+// True if `key` is for the blocks' exponents of one of these moments. sizes_of_exponents returns
+// the sizes of such a tensor.
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
@@ -72,8 +73,7 @@ AMP_EXT_API Moments convert_moments(const Moments& moments,
 // Returns the quantized formats in which a file has a moment.
 AMP_EXT_API std::vector<MomentFormat> saved_codes(const HasKey& has_key, const std::string& name);
 
-// Throws unless what a file has under `key` has the dtype and shape that the quantized format
-// needs.
+// Throws unless a saved tensor has the dtype and shape that its key and quantized format require.
 AMP_EXT_API void check_code(const at::Tensor& saved, const MomentFormat& format,
                             const std::string& key, const at::Tensor& param,
                             const std::string& where);

@@ -45,7 +45,8 @@ class AMP_EXT_API NormStatistics {
   NormHistory history(bool wait) const;
   bool last_step_skipped(bool wait) const { return read(wait).last_was_skipped != 0; }
 
-  // True once, when all recent norms are nearly equal, as if the gradients had been clipped before.
+  // Returns true once: if recent norms are nearly equal, as if something else clipped the
+  // gradients.
   bool must_warn();
   static const char* warning();
 

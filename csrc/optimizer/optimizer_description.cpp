@@ -1,4 +1,4 @@
-// The options of each optimizer, and what follows from them.
+// Defines the options of each optimizer, checks their values, and derives settings from them.
 #include "optimizer/optimizer_description.h"
 
 #include <c10/util/Exception.h>
@@ -28,8 +28,7 @@ OptimizerDescription::Source source_of(const OptimizerDescription& description, 
               field);
 }
 
-// Words for an option type: its name in Python, and the allowed values without and with their
-// range.
+// Words for an option type: its name in Python, and the allowed values without and with a range.
 struct TypeWords {
   const char* name;
   const char* wanted;
@@ -111,9 +110,9 @@ OptionDescription betas() {
           kBelow1, std::move(fields)};
 }
 
-// Returns the description of an optimizer with its own options. `missing` says how to load a file
-// without `maximize` and other options of torch's optimizers; `decoupled_weight_decay` is for that
-// option.
+// Returns the description of an optimizer, given its own options. `missing` applies to common
+// options that torch has, such as `maximize`, and `decoupled_weight_decay` to the option of this
+// name.
 template <typename Hyperparameters>
 OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
                                const std::vector<OptionDescription>& own,
@@ -338,8 +337,8 @@ ClippingOptions clipping_options(const std::string& optimizer,
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
-  // With float32 moments and a master of 32 bits, only the parameter has 16, and the master
-  // follows.
+  // With a full master and float32 moments, only the parameter is rounded; the master keeps the
+  // rest.
   const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_low_precision &&

@@ -16,7 +16,7 @@
 
 namespace amp_ext::optim {
 
-enum class OptionType {  // an option up to kLimit is one number
+enum class OptionType {  // options up to kLimit hold one number
   kLearningRate,         // a number; in Python also a tensor, which steps read on its device
   kNumber,
   kNumberFrom0,
@@ -46,8 +46,7 @@ struct OptionDescription {
   // accepts any value.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
-  // Names of the hyperparameters that the option sets. Empty: the one named like the option, if
-  // any.
+  // Hyperparameters that the option sets; if empty, the one with the option's name, if it exists.
   std::vector<const char*> fields = {};
   size_t index = 0;  // position among the options of the optimizer
 
@@ -58,8 +57,8 @@ struct OptionDescription {
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// Returns what an option must be, in words and without its range: "a number or None". With
-// `takes_tensors`, tensors of one element are allowed in place of some numbers.
+// Returns the allowed values in words, without a range: "a number or None". `takes_tensors` adds
+// "or a tensor of one element" for options that may be one.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
 struct OptimizerDescription;
@@ -104,7 +103,7 @@ struct AMP_EXT_API OptimizerDescription {
   std::vector<OptionDescription> options;  // common options such as lr come first
   std::vector<BufferDescription> buffers;  // all buffers of the formula
   std::vector<Source> sources;             // [hyperparameters], as set_fields reads them
-  bool counts_from_buffer = false;  // torch stores no step count: no buffer means no step yet
+  bool counts_from_buffer = false;         // torch stores no step; without a buffer, none was taken
   // Builds the table of hyperparameters from the options of all groups.
   GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
   // Returns torch's error message for defaults that contradict each other, or null.
@@ -155,8 +154,7 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// Returns how many of the formula's buffers a group uses. AMSGrad's maximum is the last and
-// optional.
+// Returns how many of the first buffers a group uses. The last buffer may be AMSGrad's maximum.
 AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.

@@ -11,8 +11,7 @@ namespace amp_ext {
 
 namespace {
 
-// Name parts of DistributedDataParallel, torch.compile, FullyShardedDataParallel,
-// checkpoint_wrapper.
+// Parts that DDP, torch.compile, FSDP and checkpoint_wrapper insert into names of parameters.
 const char* const kWrappers[] = {"module", "_orig_mod", "_fsdp_wrapped_module",
                                  "_checkpoint_wrapped_module"};
 

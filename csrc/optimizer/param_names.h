@@ -19,9 +19,8 @@ AMP_EXT_API Names without_wrappers(const Names& names);
 // the same names, each once; parts that wrappers add to names are ignored.
 AMP_EXT_API std::vector<int64_t> indices_by_name(const Names& own, const Names& saved);
 
-// Returns an error text, or an empty one if every parameter is in the right group. A parameter in
-// another group than in the file would get another parameter's state, if loaded by position. Names
-// that differ as a whole, or occur twice, are no error.
+// Returns an error text if both sides have the same names, each once, but a parameter is in another
+// group: loading by position would give its state to another parameter. Otherwise returns "".
 AMP_EXT_API std::string misplaced_param(const std::vector<Names>& own,
                                         const std::vector<Names>& saved);
 

@@ -170,8 +170,7 @@ void ParamSlot::fill_args() {
   args.global_offset = global_offset;
   args.group = static_cast<int32_t>(group);
   grad_is_current = true;
-  // A fingerprint has no strides, so the args of a tensor that is not contiguous are filled each
-  // time.
+  // A fingerprint has no strides, so the args of non-contiguous tensors are filled in every step.
   args_are_current =
       contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
@@ -209,9 +208,8 @@ bool ParamSlot::differs_from_master(uint64_t seed) const {
   return false;
 }
 
-// A gradient element that is inf or NaN was skipped and must keep its bits, which a conversion to
-// the dtype of the dense copy and back could change. So must a value that is too large for that
-// dtype.
+// With skip_nonfinite, an element that was skipped must keep its bits. Converting it to the dtype
+// of the dense copy and back could change the bits of a NaN, or a value too large for that dtype.
 void ParamSlot::copy_back(bool skip_nonfinite) const {
   for (const ContiguousCopy& contiguous_copies : contiguous_copies) {
     if (!contiguous_copies.written) continue;

@@ -40,11 +40,11 @@ at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool ha
 // because the parameter was changed after the master.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
-// A tensor that kernels can't use as it is laid out or typed, and memory for a dense copy.
+// A tensor whose layout or dtype kernels can't read, and memory for the dense copy that they get.
 struct ContiguousCopy {
   at::Tensor original;
   at::Tensor dense;
-  bool written;
+  bool written;  // the kernel writes it, so it is copied back
 };
 
 // Prefetch distances of a loop over slots: tensors first, then their storages, whose addresses the
@@ -52,16 +52,16 @@ struct ContiguousCopy {
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
-  const void* object;
-  // The parameter, only during an operation of the plan, like the gradient. It is borrowed, because
+  const void* object;  // identity of the parameter
+  // Set only during an operation of the plan, like the gradient. The parameter is borrowed, because
   // counting a reference would take longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
   std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
   bool master_is_current = false;  // whether the parameter is unchanged since param_of_master
   bool is_sharded = false;
-  bool args_are_current = false;
-  bool grad_is_current = false;  // whether args has the present gradient
+  bool args_are_current = false;  // whether args is up to date, except for the gradient
+  bool grad_is_current = false;   // whether args has the present gradient
   bool writes_grad = false;
   bool seen_grad_is_scaled = false;  // a step used seen_grad and left it scaled
   at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's dtype at set_state
@@ -71,7 +71,7 @@ struct ParamSlot {
   std::optional<OptimizerKernel> kernel;
   std::array<Fingerprint, kLists> fingerprints;
   KernelTensorArgs args;
-  std::optional<SeenTensor> seen_grad;  // gradient of the last scan or step with a scale
+  std::optional<SeenTensor> seen_grad;  // gradient of the last scan, or last step with a scale
   const void* seen_grad_data = nullptr;
   std::vector<ContiguousCopy> contiguous_copies;
   at::Tensor refreshed_master;           // the corrected master, if the parameter was changed
@@ -129,7 +129,7 @@ struct ParamSlot {
   bool leave_lazy_clone(int list);
   // Updates the fingerprint of a tensor. Returns true if it has changed.
   bool take_fingerprint(int list);
-  // Puts a new gradient into args and returns true, if it needs no conversion and no dense copy.
+  // If a new gradient needs no conversion and no dense copy, puts it into args and returns true.
   bool take_new_grad();
   void fill_args();
   void mark_written();

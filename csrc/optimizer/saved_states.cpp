@@ -104,7 +104,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Includes buffers that the group does not use now, because a loop may change its options.
+// Returns all moments of a file, also of buffers that the group does not use: training may change
+// its options.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;

@@ -49,8 +49,7 @@ struct AMP_EXT_API StateSpec {
   at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
   int buffer_count = 0;                     // how many of `buffers` the group uses
   bool keeps_step = true;                   // whether states have a step count
-  // Whether a state without one of its buffers is refused; if not, its next step counts as the
-  // first.
+  // Whether a state that lacks a buffer is refused; if not, its next step counts as the first.
   bool needs_buffers = true;
   bool needs_step = true;  // whether a state without its step count is refused
   MasterWeights master_weights = true;
@@ -102,8 +101,7 @@ AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param
 AMP_EXT_API ParamState state_of_step(const StateSpec& spec, const ParamRef& param,
                                      const StateMap& state);
 
-// Returns copies of the moments and the master in float32, under torch's keys. float64 moments stay
-// float64.
+// Returns copies of moments and master in float32 (float64 moments stay so), under torch's keys.
 AMP_EXT_API StateMap float32_state(const StateSpec& spec, const ParamRef& param,
                                    const StateMap& state);
 

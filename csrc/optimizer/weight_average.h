@@ -90,8 +90,8 @@ class AMP_EXT_API WeightAverages {
   // Returns the indices of weights that were registered since the last step. Their averages restart
   // at the next one.
   std::vector<int64_t> joined() const;
-  // Loads copies of averages, the numbers of applied steps and of updates, and the indices that
-  // `joined` returned. Checks everything before it changes anything.
+  // Loads copies of averages, the counters that counters() returned, and the indices that joined()
+  // returned. Checks everything before it changes anything.
   void load(const std::string& operation, const std::vector<at::Tensor>& averages, int64_t steps,
             int64_t n_averaged, const std::vector<int64_t>& joined);
 
@@ -134,7 +134,7 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  std::optional<int64_t> last_step_;  // step number of the last call; empty before
+  std::optional<int64_t> last_step_;  // last step that was counted; empty before the first call
 };
 
 }  // namespace amp_ext

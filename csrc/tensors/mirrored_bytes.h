@@ -48,7 +48,7 @@ inline void wait_before_end(const at::Device& device) noexcept {
   }
 }
 
-// Entries [first, end) of a ring buffer: magnitudes, and signs, which mark for example skipped
+// Magnitudes and signs of entries [first, end) of a ring buffer. A sign marks skipped or clipped
 // steps.
 struct SignedHistory {
   std::vector<double> numbers;

@@ -33,8 +33,8 @@ struct Placed {
   }
 
   // True if certainly no two runs share a byte: each stride is at least what the smaller strides
-  // span. If false, the runs must be compared; sizes {2, 2} with strides {2, 3}, for example, may
-  // be fine.
+  // span. If false, the runs must be compared: sizes {2, 2} with strides {2, 3} share nothing, for
+  // example.
   bool is_surely_apart() const {
     int64_t span = run;
     for (const Step& step : steps) {

@@ -130,8 +130,8 @@ struct OutsideInferenceMode {
   const at::NoGradGuard no_grad;
 };
 
-// Shows whether a plain tensor's memory or layout has changed. Taken for every tensor in each step,
-// so it reads only the tensor and its storage and calls nothing.
+// Fingerprint of a plain tensor's memory and layout, to notice changes. Computed for every tensor
+// in each step, so it reads only the tensor and its storage and calls nothing.
 struct Fingerprint {
   const void* storage = nullptr;
   int64_t offset = 0;
