@@ -49,8 +49,8 @@ std::string random_digits() {
 
 }  // namespace
 
-FileBeside open_atomic(const std::string& path) {
-  FileBeside file;
+AtomicFile open_atomic(const std::string& path) {
+  AtomicFile file;
   struct stat there;
   const bool is_there = ::stat(path.c_str(), &there) == 0;
   if (!is_there && errno != ENOENT) {

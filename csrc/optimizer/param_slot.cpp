@@ -211,17 +211,14 @@ bool ParamSlot::differs_from_master(uint64_t seed) const {
 // With skip_nonfinite, an element that was skipped must keep its bits. Converting it to the dtype
 // of the dense copy and back could change the bits of a NaN, or a value too large for that dtype.
 void ParamSlot::copy_back(bool skip_nonfinite) const {
-  for (const ContiguousCopy& contiguous_copies : contiguous_copies) {
-    if (!contiguous_copies.written) continue;
-    const at::ScalarType dtype = contiguous_copies.original.scalar_type();
-    if (skip_nonfinite && contiguous_copies.original.is_same(grad()) &&
-        dtype != contiguous_copies.dense.scalar_type()) {
-      const at::Tensor stepped =
-          contiguous_copies.original.to(contiguous_copies.dense.scalar_type()).isfinite();
-      contiguous_copies.original.copy_(
-          at::where(stepped, contiguous_copies.dense.to(dtype), contiguous_copies.original));
+  for (const ContiguousCopy& copy : contiguous_copies) {
+    if (!copy.written) continue;
+    const at::ScalarType dtype = copy.original.scalar_type();
+    if (skip_nonfinite && copy.original.is_same(grad()) && dtype != copy.dense.scalar_type()) {
+      const at::Tensor stepped = copy.original.to(copy.dense.scalar_type()).isfinite();
+      copy.original.copy_(at::where(stepped, copy.dense.to(dtype), copy.original));
     } else {
-      contiguous_copies.original.copy_(contiguous_copies.dense);
+      copy.original.copy_(copy.dense);
     }
   }
 }

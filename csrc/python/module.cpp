@@ -32,7 +32,7 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "open_atomic",
       [](const std::string& path) {
-        FileBeside file;
+        AtomicFile file;
         {
           const py::gil_scoped_release release;
           file = open_atomic(path);
