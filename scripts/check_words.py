@@ -29,10 +29,6 @@ FILES = ["*.py", "*.cpp", "*.h", "*.cu", "*.cuh", ":!tests", ":!docs"]
 # These files are about to be written anew, and their comments with them.
 FILES += [f":!csrc/optimizer/{name}" for name in ("plan.*", "grad_scan.cpp", "step_reports.cpp")]
 FILES += [":!csrc/python/plan.cpp", ":!csrc/libtorch/step.cpp"]
-FILES += [
-    f":!amp_ext/optim/{name}_optimizer.py"
-    for name in ("described", "saved", "planned", "watched", "fused")
-]
 Lines = Iterator[tuple[int, str, str]]
 
 

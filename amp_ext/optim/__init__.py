@@ -1,10 +1,10 @@
 """Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
+from amp_ext.optim.checkpoints import float32_state_dict
 from amp_ext.optim.inspection import Inspection, ParamInspection
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
-from amp_ext.optim.saved_optimizer import float32_state_dict
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,20 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, params_of
-from amp_ext.optim.described_optimizer import DescribedOptimizer
-from amp_ext.optim.state_store import PlacedParam, loaded_state
+from amp_ext.optim.options import with_plain_options
+from amp_ext.optim.state_store import PlacedParam, float32_state, loaded_state
 from amp_ext.saved_dicts import first_keys, missing_entry
-from amp_ext.sharding import is_flattened
+from amp_ext.sharding import is_flat, is_flattened
+
+if TYPE_CHECKING:
+    from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 __all__ = [
-    "check_states_have_groups",
-    "in_one_dtype",
+    "float32_state_dict",
     "keys_in_order",
     "operation_of",
     "read_state_dict",
+    "saved_state_dict",
 ]
 
 Options = dict[str, Any]
@@ -34,7 +37,7 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 @outside_inference_mode()
-def in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
+def _in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state whose 16-bit tensors are float32, which has all their values."""
     return {
         name: value.float()
@@ -44,8 +47,79 @@ def in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def saved_state_dict(
+    optimizer: FusedOptimizer, state_dict_of_torch: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the state dict of an optimizer, whose checks have been made.
+
+    Args:
+        optimizer: The optimizer to save.
+        state_dict_of_torch: The ``state_dict`` method that torch gave it.
+    """
+    try:
+        state_dict = state_dict_of_torch()
+    except KeyError:
+        _check_states_have_groups(optimizer)
+        raise
+    for group in state_dict["param_groups"]:
+        group.update(with_plain_options(optimizer.description, group))
+    for key, param in enumerate(params_of(optimizer)):
+        if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
+            state_dict["state"][key] = _in_one_dtype(state_dict["state"][key])
+    return state_dict
+
+
 @outside_inference_mode()
-def read_state_dict(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
+
+    It loads into torch's optimizer of the same name and into ours with any options; low-precision
+    states are rounded to nearest again. float64 states stay as they are. ``state_dict()`` has the
+    small states themselves, and is what to resume from. The weights in float32 are in
+    ``optimizer.master_params()``.
+
+    Args:
+        optimizer: One of :mod:`amp_ext.optim`.
+
+    Returns:
+        ``state`` and ``param_groups``, whose ``state_dtype`` is "float32" and whose
+        ``master_weights`` are True where there are masters. All tensors are copies, since torch's
+        ``load_state_dict`` makes none; DTensors stay DTensors.
+
+    Raises:
+        TypeError: If it is another optimizer.
+
+    Example:
+        >>> reference = torch.optim.AdamW(model.parameters())
+        >>> reference.load_state_dict(amp_ext.optim.float32_state_dict(optimizer))
+    """
+    from amp_ext.optim.fused_optimizer import FusedOptimizer
+
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            "float32_state_dict: optimizer must be one of amp_ext.optim, got "
+            f"{type(optimizer).__name__}"
+        )
+    optimizer._check_params("state_dict")
+    optimizer._check_groups()
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    states = dict(state_dict["state"])
+    groups = []
+    for group_index, (saved, group) in enumerate(
+        zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ):
+        has_masters = bool(saved["master_weights"])
+        groups.append({**saved, "state_dtype": "float32", "master_weights": has_masters})
+        spec = optimizer.state_spec_of(group)
+        for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            if key in states:
+                placed = PlacedParam(spec, param, group_index, index)
+                states[key] = float32_state(placed, states[key])
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+@outside_inference_mode()
+def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Builds what an optimizer has after a load; writes nothing.
 
     Args:
@@ -89,7 +163,7 @@ def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any
     return [key for group in groups for key in group["params"]]
 
 
-def check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
+def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     """Checks that all states of an optimizer are of parameters that it lists.
 
     Raises:
@@ -144,7 +218,7 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
 
 
 def _without_unused_moments(
-    optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]
+    optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Drops moments of other optimizers that are all 0, which nothing has ever used.
 
@@ -165,7 +239,7 @@ def _without_unused_moments(
     return {**state_dict, "state": states}
 
 
-def _check_saved_groups(optimizer: DescribedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has what the optimizer needs and nothing that changes its steps."""
     described, own = optimizer.description, optimizer.param_groups
     own_keys = {key for group in own for key in group if isinstance(key, str)}
@@ -237,7 +311,7 @@ def _names_in(group: Options) -> list[str]:
     return list(names) if len(names) == len(group["params"]) else []
 
 
-def _loaded_groups(optimizer: DescribedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
+def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file over the optimizer's parameters, with all options.
 
     Those of torch that the file lacks are what torch takes them for; those that torch does not have
@@ -268,7 +342,7 @@ def _loaded_groups(optimizer: DescribedOptimizer, saved_groups: Sequence[Options
 
 
 def _copied_states(
-    optimizer: DescribedOptimizer,
+    optimizer: FusedOptimizer,
     saved_groups: Sequence[Options],
     saved_states: Mapping[Any, Any],
     groups: Sequence[Options],

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.amp_protocol import sum_of_flags
+from amp_ext.nonfinite import names_of_params
+from amp_ext.optim.amp_context import context_from_attributes, context_from_scaler
 from amp_ext.program import format_table
 
-__all__ = ["Inspection", "ParamInspection", "combined"]
+__all__ = ["Inspection", "ParamInspection", "inspect_before_step", "inspect_step"]
 
 # Rows of the sums that the compiled module makes of a parameter: the largest update, and a number
 # wherever there is a gradient.
@@ -152,7 +155,7 @@ class Inspection:
         figure.savefig(path, dpi=120)
 
 
-def combined(sums: Tensor) -> Tensor:
+def _combined(sums: Tensor) -> Tensor:
     """Returns the sums of whole parameters.
 
     Args:
@@ -165,3 +168,62 @@ def combined(sums: Tensor) -> Tensor:
     whole[:, _LARGEST] = present[:, :, _LARGEST].amax(dim=0)
     whole[absent.all(dim=0)] = torch.nan
     return whole
+
+
+def inspect_before_step(optimizer: Any, scaler: Any) -> Inspection:
+    """Returns what the coming step would do, with the scale and the flags of a scaler, if any.
+
+    Args:
+        optimizer: One of :mod:`amp_ext.optim`.
+        scaler: The gradient scaler that will step it, ours or torch's, or None.
+    """
+    if scaler is None:
+        context = context_from_attributes(optimizer)
+        return inspect_step(optimizer, context.grad_scale, context.found_inf)
+    context = context_from_scaler(scaler, optimizer, f"{type(optimizer).__name__}.inspect")
+    found_inf, sum_of_squares = context.found_inf, None
+    if found_inf is None and context.grad_scale is not None:
+        scan = optimizer._scan_without_recording(context.grad_scale)
+        flags = dict(scan.found_infs)
+        if hasattr(scaler, "flags_of_all_ranks"):
+            flags = scaler.flags_of_all_ranks(flags)
+        found_inf = sum_of_flags(flags, context.grad_scale.device)
+        sum_of_squares = scan.sum_of_squares
+    return inspect_step(optimizer, context.grad_scale, found_inf, sum_of_squares)
+
+
+def inspect_step(
+    optimizer: Any,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | int | None,
+    sum_of_squares: Tensor | None = None,
+    is_in_step: bool = False,
+) -> Inspection:
+    """Returns what a step with these values would do.
+
+    Args:
+        optimizer: One of :mod:`amp_ext.optim`.
+        grad_scale: One float32, the scale that the gradients carry, or None.
+        found_inf: One float32, not 0 if the step is skipped; or None. An int if no parameter had a
+            gradient when the scaler scanned them.
+        sum_of_squares: One float64, of the gradients on all ranks, or None.
+        is_in_step: Whether the step itself inspects.
+    """
+    plan = optimizer._plan
+    if not isinstance(found_inf, Tensor):
+        found_inf = None
+    arguments = grad_scale, found_inf
+    inspect, found = plan.compiled.inspect, None
+    if sum_of_squares is not None or plan.ranks_of_guard() is None:
+        found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
+    if not found:  # the step needs a norm over ranks
+        sum_of_squares = optimizer._scan_without_recording(None).sum_of_squares
+        found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
+    if plan.sharded_over:
+        found.sums = plan.sharded_over.combine(plan.params, found.sums, _combined)
+    indices = [
+        (group_index, index)
+        for group_index, group in enumerate(optimizer.param_groups)
+        for index in range(len(group["params"]))
+    ]
+    return Inspection(found, dict(zip(indices, names_of_params(optimizer), strict=True)))

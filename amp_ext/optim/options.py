@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "CODED_STATES",
     "check_defaults",
     "check_group",
+    "check_unique",
     "defaults_of",
     "options_of",
     "with_plain_options",
@@ -131,6 +132,25 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
         for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
         if parameter.name not in _OF_THE_OPTIMIZER
     }
+
+
+def check_unique(params: Iterable[Any], where: str) -> None:
+    """Checks that a group lists each parameter once.
+
+    Args:
+        params: Of the group.
+        where: Beginning of errors, with ``%d`` for the index: "Adam: param %d of group 1".
+
+    Raises:
+        ValueError: If it does not.
+    """
+    first_index: dict[Any, int] = {}
+    for index, param in enumerate(params):
+        first = first_index.setdefault(param, index)
+        if first != index:
+            raise ValueError(
+                f"{where % index} must be listed once, got it as param {first} already"
+            )
 
 
 def with_plain_options(description: Any, options: Options) -> Options:

@@ -1,57 +1,66 @@
-"""The plan of an optimizer, with what the compiled one asks for: the states and the DTensors."""
+"""The plan of an optimizer: the compiled plan, with the states and DTensors that it asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.amp_protocol import GradScan, to_device
 from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, init_states
-from amp_ext.sharding import ShardedOver, global_offset, is_dtensor, local_grad, local_tensor
+from amp_ext.sharding import (
+    ShardedOver,
+    global_offset,
+    is_dtensor,
+    local_grad,
+    local_tensor,
+    sum_over_ranks,
+)
 
 __all__ = ["StepPlan"]
 
 
 class StepPlan:
-    """What an optimizer knows of its parameters, gradients and states from step to step.
+    """The parameters, gradients and states of an optimizer, from step to step.
 
-    It does not refer to the optimizer, which refers to it: both go as soon as nobody needs them.
+    The plan has no reference to its optimizer, so that no cycle keeps the two alive.
 
     Between operations nothing in C++ refers to a parameter or a gradient, so that
-    ``torch.utils.swap_tensors`` takes them: each operation takes the parameters that the groups
-    list then, and lets go of them.
+    ``torch.utils.swap_tensors`` works: each operation borrows the parameters that the groups list
+    at that time.
     """
 
-    def __init__(self, kind: str, description: Any, failure: str = "") -> None:
+    def __init__(self, optimizer: str, description: Any, failure: str = "") -> None:
         """Starts without parameters.
 
         Args:
-            kind: The name of the optimizer.
-            description: Of it, in the compiled module.
-            failure: How the last step failed of the optimizer of which it is a copy.
+            optimizer: The name of the optimizer.
+            description: The optimizer's description in the compiled module.
+            failure: How the last step failed of the optimizer that was copied; empty if none did.
         """
         #: The compiled plan.
-        self.compiled: ops.Plan = ops.Plan(kind, description, None, failure)
-        #: The guard of the optimizer, which the compiled plan knows, too.
+        self.compiled: ops.Plan = ops.Plan(optimizer, description, None, failure)
+        #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
-        #: Whether the next step is to be inspected, and the last one that was.
+        #: Whether the next step is inspected, and the last inspection.
         self.inspects_next = False
         self.inspection: Inspection | None = None
-        self._kind, self._description = kind, description
+        self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
     def begin_anew(self, failure: str | None = None) -> None:
-        """Forgets all that steps have left, before or after states are loaded.
+        """Forgets all that earlier steps have left, before or after states are loaded.
 
         Args:
-            failure: How the last step failed; None: as it has. "" lets the optimizer step again.
+            failure: How the last step failed; None keeps it, "" lets the optimizer step again.
         """
         failure = self.compiled.failure if failure is None else failure
-        self.compiled = ops.Plan(self._kind, self._description, self.compiled, failure)
+        self.compiled = ops.Plan(self._name, self._description, self.compiled, failure)
         self.inspection = None
         self._set(ShardedOver(), [], [])
 
@@ -63,8 +72,8 @@ class StepPlan:
     ) -> None:
         #: The ranks that have the other parts of these parameters; false if there are none.
         self.sharded_over = sharded_over
-        self._places = placed_params  # as in the compiled plan
-        self._dtensors = dtensors  # row, parameter, name in errors
+        self._placed_params = placed_params  # in the order of the compiled plan
+        self._dtensors = dtensors  # index in the plan, parameter, name in errors
 
     def forget(self) -> None:
         """Drops all parameters and states."""
@@ -72,71 +81,126 @@ class StepPlan:
         self._set(ShardedOver(), [], [])
 
     def list_groups(self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str) -> None:
-        """Lists the parameters of all groups; states come with the gradients.
+        """Registers the parameters of all groups; a step adds states when gradients are there.
 
         Args:
-            optimizer: Whose groups.
-            specs: What the parameters of each group keep.
-            operation: For which, for errors.
+            optimizer: The optimizer of the plan.
+            specs: The states of the parameters of each group.
+            operation: What errors name.
 
         Raises:
             TypeError: If a parameter is no tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        self.forget()  # first: an interrupt may come
+        self.forget()  # before the rest, which an interrupt may end
         sharded_over, placed_params, dtensors = ShardedOver(), [], []
-        rows: list[tuple[int, int, Tensor, int | None, int]] = []
+        registered: list[tuple[int, int, Tensor, int | None, int]] = []
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                name = f"{self._kind}: param of group {group_index}, param {index}"
+                name = f"{self._name}: param of group {group_index}, param {index}"
                 if not isinstance(param, Tensor):
                     raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
                 partition, first = None, 0
                 if is_dtensor(param):
                     partition, first = sharded_over.add(param, name), global_offset(param)
-                    dtensors.append((len(rows), param, name))
-                rows.append((group_index, index, param, partition, first))
+                    dtensors.append((len(registered), param, name))
+                registered.append((group_index, index, param, partition, first))
                 placed_params.append(PlacedParam(specs[group_index], param, group_index, index))
         self._set(sharded_over, placed_params, dtensors)
-        self.compiled.register_params(optimizer, operation, rows)
+        self.compiled.register_params(optimizer, operation, registered)
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that are listed."""
-        return [placed.param for placed in self._places]
+        """The registered parameters."""
+        return [placed.param for placed in self._placed_params]
 
-    # What the compiled plan asks for.
+    def ranks_of_guard(self) -> Any:
+        """Returns the process group over which the guard sums the squares, or None."""
+        return None if self.norm_guard is None else self.norm_guard.ranks()
+
+    def over_all_ranks(
+        self, optimizer: Any, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> GradScan:
+        """Returns the result of a scan, combined over the ranks that hold parts of it.
+
+        Args:
+            optimizer: The optimizer of the plan.
+            found: For each device and partition the flag, the index of the first nonfinite
+                gradient, the partition, the sum of squares, and the squares of each parameter.
+            found_inf: The flag before the scan; None: 0.
+            grad_scale: The scale that the gradients carry, or None.
+        """
+        flags = {flag.device: flag for flag, *_ in found}
+        first_nonfinites = {flag.device: first for flag, first, *_ in found}
+        group = self.ranks_of_guard()
+        if not self.sharded_over and group is None:
+            return GradScan(flags, first_nonfinites)
+        if self.sharded_over and group is not None:
+            raise RuntimeError(
+                f"{self._name}: norm_guard must have no process_group where parameters are "
+                "sharded, which share their norm, got one"
+            )
+        sum_of_squares: Tensor | None = None
+        squares_of_params: Tensor | None = None
+        device = optimizer._first_device()
+        if not self.sharded_over:
+            sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+            for _, _, _, total, _ in found:
+                sum_of_squares = sum_of_squares + to_device(total, device)
+        else:
+            sums_squares = self.compiled.wants_norm(optimizer.param_groups[0]["max_grad_norm"])
+            flags, sum_of_squares, squares_of_params = self.sharded_over.all_reduce(
+                torch.zeros((), device=device) if found_inf is None else found_inf,
+                [flag for flag, *_ in found],
+                [(partition, total) for _, _, partition, total, _ in found],
+                sums_squares=sums_squares,
+                squares_of_params=[
+                    (partition, squares)
+                    for _, _, partition, _, squares in found
+                    if squares is not None
+                ],
+                params=len(self.params) if self.compiled.tracks_grad_norms else 0,
+            )
+            if not sums_squares:
+                sum_of_squares = None
+        if group is not None and sum_of_squares is not None:
+            # Ranks may have different scales, so the squares are unscaled for the sum.
+            square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
+            sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
+        return GradScan(flags, first_nonfinites, sum_of_squares, squares_of_params)
+
+    # The compiled plan calls these methods.
 
     def shards(self) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Returns the part that this rank has of every DTensor, and of its gradient."""
+        """Returns this rank's shard of every DTensor and of its gradient, with its index."""
         return [
-            (row, local_tensor(param), local_grad(param, name))
-            for row, param, name in self._dtensors
+            (index, local_tensor(param), local_grad(param, name))
+            for index, param, name in self._dtensors
         ]
 
     def masters_of(self, states: dict[Any, Any], indices: list[int]) -> dict[int, Tensor]:
-        """Returns this rank's parts of the masters that an optimizer has, which stay as they are.
+        """Returns this rank's parts of the existing masters, by the indices of their parameters.
 
         Args:
-            states: Of the optimizer.
-            indices: Of the parameters in the plan.
+            states: The states of the optimizer.
+            indices: Indices of parameters in the plan.
         """
         masters: dict[int, Tensor] = {}
         for index in indices:
-            param = self._places[index].param
+            param = self._placed_params[index].param
             master = existing_master(param, states[param]) if param in states else None
             if master is not None:
                 masters[index] = master
         return masters
 
     def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
-        """Makes the states of parameters whole, and keeps none yet.
+        """Initializes missing states of parameters, and stores none yet.
 
         Args:
-            states: Of the optimizer.
-            indices: Of the parameters in the plan.
+            states: The states of the optimizer.
+            indices: Indices of parameters in the plan.
 
         Returns:
-            As :func:`~amp_ext.optim.state_store.init_states`.
+            The result of :func:`~amp_ext.optim.state_store.init_states`.
         """
-        return init_states(states, [self._places[index] for index in indices])
+        return init_states(states, [self._placed_params[index] for index in indices])

@@ -228,7 +228,7 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
 }
 
 // Writes, syncs and renames the temporary file. Returns the errno of the call that failed, or 0.
-int written_in_place(const FileBeside& file, const std::vector<char>& bytes) {
+int written_in_place(const AtomicFile& file, const std::vector<char>& bytes) {
   for (size_t done = 0; done < bytes.size();) {
     const ssize_t size = ::write(file.descriptor, bytes.data() + done, bytes.size() - done);
     if (size < 0 && errno != EINTR) return errno;
@@ -258,7 +258,7 @@ void save_state(const std::string& path, const c10::IValue& value) {
   const std::string operation = "save_state of " + path;
   const std::vector<char> bytes =
       with_errors_of(operation, [&] { return bytes_of(operation, value); });
-  const FileBeside file = with_errors_of(operation, [&] { return open_atomic(path); });
+  const AtomicFile file = with_errors_of(operation, [&] { return open_atomic(path); });
   TORCH_CHECK(file.refusal.empty(), "save_state: ", file.refusal);
   int error = file.error;
   if (error == 0) {

@@ -1,0 +1,60 @@
+"""Hooks and the profiler around a step, without torch's announcement of every step."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from amp_ext import ops
+from amp_ext.optim.amp_context import drop_amp_context
+
+__all__ = ["has_step_pre_hooks", "with_step_hooks"]
+
+
+def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step with its hooks around it, and with the profiler if one is running.
+
+    ``torch.optim.Optimizer.profile_hook_step`` announces every step to a profiler that is rarely
+    there, which takes as long as the rest of a small step.
+
+    Args:
+        func: The ``step`` of a class of optimizers.
+    """
+    as_torch = torch.optim.Optimizer.profile_hook_step(func)
+
+    @functools.wraps(func)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = args[0]
+        try:
+            if torch.compiler.is_compiling() or has_step_pre_hooks(optimizer) or _is_profiled():
+                return as_torch(*args, **kwargs)
+            returned = func(*args, **kwargs)
+            for hooks in (
+                optimizer._optimizer_step_post_hooks,
+                torch_optimizer._global_optimizer_post_hooks,
+            ):
+                for hook in hooks.values():
+                    hook(optimizer, args, kwargs)
+        except BaseException:
+            if optimizer._amp_context is None:  # torch's scaler leaves the attributes that it set
+                drop_amp_context(optimizer)
+            raise
+        return returned
+
+    return step
+
+
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether hooks run before a step, of this optimizer or of all optimizers."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
+def _is_profiled() -> bool:
+    """Returns whether a profiler or a monitor of torch wants to know when a step begins."""
+    monitor = sys.modules.get("torch.profiler._cupti_monitor")
+    return ops.is_profiled() or getattr(monitor, "_monitor_singleton", None) is not None
