@@ -1,19 +1,19 @@
-"""Trains a small GPT on characters, with fp16 parameters, and resumes it from a checkpoint.
+"""Trains a small GPT on characters with fp16 parameters, and resumes it from a checkpoint.
 
     python examples/char_gpt.py                               # about a minute on two cores
 
-The text ships with Python: the topics that ``help()`` shows. The model writes similar text at the
-end. Parameters and gradients are fp16; amp_ext.optim.AdamW keeps fp32 masters and clips by norm
-inside its step, the trainer accumulates and scales, and the learning rate warms up and falls along
-a cosine. A GPU takes the matrix products in fp16, too; a CPU takes them in fp32, since without fp16
-arithmetic they would last 10 times as long. Its gradients are rounded to fp16 and overflow there
-all the same.
+The training text ships with Python: the topics that ``help()`` shows. After training, the model
+writes a sample of similar text. Parameters and gradients are fp16. amp_ext.optim.AdamW keeps fp32
+master weights and clips by norm inside its step, the trainer accumulates gradients and scales the
+loss, and the learning rate warms up and then falls along a cosine. Matrix products are computed in
+fp16 on a GPU and in fp32 on a CPU, because a CPU without fp16 arithmetic takes 10 times as long for
+fp16 products. Gradients are stored in fp16 on both, so they overflow on a CPU too.
 
-The loss scale starts too high on purpose. Expect eight or so overflows, whose steps are skipped,
-then a scale that looks for its limit, and a validation loss near 2.1 nats per character. In the
-middle of the run everything goes into a checkpoint. A second set of objects reads it and repeats
-the second half: every loss, scale, parameter and state must come out the same, bit for bit, or the
-program returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt`` and prints what it measured and a
+The loss scale starts too high on purpose. Expect about eight overflows, whose steps are skipped,
+then a scale that settles around its limit, and a validation loss near 2.1 nats per character. After
+half of the steps the program writes a checkpoint. Then newly made objects load it and repeat the
+second half: every loss, scale, parameter and state must be bit-identical, otherwise the program
+returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt``, and prints a table of measurements and the
 sample.
 """
 
@@ -40,30 +40,30 @@ from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 
 @dataclass(frozen=True)
 class Settings:
-    """How large the model is and how long it trains."""
+    """The size of the model and the length of the training."""
 
     steps: int = 600
-    warm_up: int = 60  # steps until the learning rate is at its peak
-    accumulation: int = 2  # backward passes for each step
-    rows: int = 8  # pieces of text in each of them
-    context: int = 64  # characters of a piece
+    warm_up: int = 60  # steps until the learning rate reaches its peak
+    accumulation: int = 2  # backward passes per optimizer step
+    rows: int = 8  # batch size: pieces of text per backward pass
+    context: int = 64  # characters that the model sees of each piece
     width: int = 96
     layers: int = 3
     heads: int = 4
-    validate_every: int = 50  # steps
-    written: int = 600  # characters that the trained model writes
+    validate_every: int = 50  # optimizer steps between two validations
+    written: int = 600  # characters of the sample that the trained model writes
 
 
 QUICK = Settings(steps=40, warm_up=4, rows=8, context=32, width=32, layers=2, written=40)
-LEARNING_RATE = 2e-3  # at its peak
+LEARNING_RATE = 2e-3  # peak of the learning rate, after the warm-up
 MAX_GRAD_NORM = 1.0
 INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
-GROWTH_INTERVAL = 50  # good steps before the scale doubles: not 2000, to show its search
+GROWTH_INTERVAL = 50  # steps without overflow before the scale doubles (default: 2000)
 COLOURS = {"train": "#56B4E9", "validation": "#004D7A", "resumed": "#D55E00", "other": "#000000"}
 
 
 class Block(nn.Module):
-    """Attention to the characters before, then two layers on each character by itself."""
+    """A transformer block: causal attention, then a two-layer MLP on each character."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds both to ``x``, ``[rows, context, width]``."""
+        """Adds attention and MLP to ``x``, of shape ``[rows, context, width]``."""
         rows, context, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(rows, context, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [rows, heads, context, width / heads]
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character from those before.
+    """Predicts the next character from the characters before it.
 
     Reference:
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
@@ -104,13 +104,16 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Returns the logits ``[rows, context, characters]`` of the characters that follow."""
+        """Returns the logits of each next character, ``[rows, context, characters]``."""
         position = torch.arange(text.shape[1], device=text.device)
         return self.head(self.blocks(self.character(text) + self.position(position)))
 
 
 def predict(model: GPT, text: Tensor) -> Tensor:
-    """Calls the model in mixed precision; the logits are float32."""
+    """Calls the model on ``text``, ``[rows, context]``, and returns float32 logits.
+
+    Computes in fp16 by autocast on a GPU, and with parameters converted to float32 on a CPU.
+    """
     if text.is_cuda:
         with torch.autocast("cuda", torch.float16):
             return model(text).float()
@@ -119,13 +122,13 @@ def predict(model: GPT, text: Tensor) -> Tensor:
 
 
 def loss_of(model: GPT, pieces: Tensor) -> Tensor:
-    """Returns the mean cross entropy of ``pieces``, ``[rows, context + 1]``, in nats."""
+    """Returns the mean cross-entropy of ``pieces``, ``[rows, context + 1]``, in nats."""
     logits = predict(model, pieces[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
 
 
 class Loss(nn.Module):
-    """Computes what is trained on: the loss of a GPT."""
+    """Wraps a GPT so that its forward pass returns the loss, as the trainer expects."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class Loss(nn.Module):
 
 
 class Text:
-    """The topics as numbers: every tenth one to validate, the others to train on."""
+    """The help topics as character indices: every tenth for validation, the others for training."""
 
     def __init__(self, device: str) -> None:
         names = sorted(topics)
@@ -150,19 +153,19 @@ class Text:
         )
 
     def pieces(self, part: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
-        """Picks pieces of a part at random: ``[rows, context + 1]``."""
+        """Draws random pieces of ``part``, a 1-D tensor: ``[rows, context + 1]``."""
         length = settings.context + 1
         starts = torch.randint(len(part) - length, (settings.rows, 1), generator=generator)
         return part[(starts + torch.arange(length)).to(part.device)]
 
     def read(self, numbers: Tensor) -> str:
-        """Turns numbers back into text."""
+        """Turns character indices back into text."""
         return "".join(self.alphabet[number] for number in numbers.tolist())
 
 
 @torch.no_grad()
 def validate(model: GPT, text: Text, settings: Settings) -> float:
-    """Returns the mean loss of the same unseen pieces each time, in nats."""
+    """Returns the mean loss of 32 fixed batches of the validation text, in nats."""
     generator = torch.Generator().manual_seed(0)
     pieces = [text.pieces(text.validation, settings, generator) for _ in range(32)]
     return torch.stack([loss_of(model, piece) for piece in pieces]).mean().item()
@@ -170,24 +173,24 @@ def validate(model: GPT, text: Text, settings: Settings) -> float:
 
 @dataclass
 class Curves:
-    """What a run measured; the lists hold a number for each of its steps."""
+    """Measurements of a run. Each list holds one value per optimizer step."""
 
     losses: list[float] = field(default_factory=list)  # nats per character
-    norms: list[float] = field(default_factory=list)  # of the unscaled gradients, before clipping
+    norms: list[float] = field(default_factory=list)  # unscaled gradient norm, before clipping
     rates: list[float] = field(default_factory=list)  # learning rate
     scales: list[float] = field(default_factory=list)  # loss scale
     skipped: list[bool] = field(default_factory=list)
-    # Nats per character, by the number of steps before.
+    # Maps the number of steps taken before a validation to its loss, in nats per character.
     validations: dict[int, float] = field(default_factory=dict)
 
 
 class Training:
-    """Everything that a checkpoint holds, and the loop."""
+    """The training loop, and all objects that a checkpoint stores."""
 
     def __init__(self, text: Text, settings: Settings, seed: int, device: str) -> None:
         self.text, self.settings, self.curves = text, settings, Curves()
         torch.manual_seed(seed)
-        self.generator = torch.Generator().manual_seed(seed)  # picks the pieces
+        self.generator = torch.Generator().manual_seed(seed)  # draws the training batches
         self.model = GPT(len(text.alphabet), settings).to(device, torch.float16)
         self.optimizer = amp_ext.optim.AdamW(self.model.named_parameters(), lr=LEARNING_RATE)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -204,24 +207,27 @@ class Training:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Lists the parameters, and their masters, moments and step counters."""
+        """Lists the parameters and all optimizer states: masters, moments and step counters."""
         params = list(self.model.parameters())
         states = [self.optimizer.state[param] for param in params]
         return params + [state[name] for state in states for name in sorted(state)]
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint; the schedule counts every step, so it is not the trainer's."""
+        """Writes a checkpoint.
+
+        Stores the schedule separately: the trainer's own schedule would not count skipped steps.
+        """
         extra = {"schedule": self.schedule.state_dict(), "generator": self.generator.get_state()}
         self.trainer.save(path, extra)
 
     def load(self, path: Path) -> None:
-        """Goes on from a checkpoint."""
+        """Restores the state from a checkpoint."""
         extra = self.trainer.load(path)
         self.schedule.load_state_dict(extra["schedule"])
         self.generator.set_state(extra["generator"])
 
     def run(self, steps: int) -> None:
-        """Trains for some steps. Only a validation reads results, and so waits for a GPU."""
+        """Trains for ``steps`` steps. Only validations and the end of the run wait for a GPU."""
         settings, curves, part = self.settings, self.curves, self.text.train
         losses, norms = [], []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
@@ -232,7 +238,8 @@ class Training:
             step_loss = torch.zeros((), device=part.device)
             for _ in range(settings.accumulation):
                 pieces = self.text.pieces(part, settings, self.generator)
-                # The last of them steps: clips by norm, and changes nothing after an overflow.
+                # The last call of the loop takes the optimizer step. The step clips by norm, and
+                # is skipped after an overflow.
                 metrics = self.trainer.train_step(pieces)
                 step_loss += metrics.loss / settings.accumulation
             self.schedule.step()
@@ -249,20 +256,20 @@ class Training:
 
     @torch.no_grad()
     def write(self, beginning: str, length: int, seed: int) -> str:
-        """Lets the model continue a text, one character after the other."""
+        """Lets the model append ``length`` characters to ``beginning``, one at a time."""
         generator = torch.Generator(self.text.train.device).manual_seed(seed)
         alphabet = self.text.alphabet
         numbers = [alphabet.index(character) for character in beginning]
         text = torch.tensor([numbers], device=self.text.train.device)
         for _ in range(length):
             logits = predict(self.model, text[:, -self.settings.context :])[:, -1]
-            likely = (logits / 0.7).softmax(dim=-1)  # below 1, rare characters become rarer
+            likely = (logits / 0.7).softmax(dim=-1)  # temperature 0.7: rare characters become rarer
             text = torch.cat([text, likely.multinomial(1, generator=generator)], dim=1)
         return self.text.read(text[0])
 
 
 def warm_up_and_cosine(step: int, settings: Settings) -> float:
-    """Returns the learning rate of a step as a share of its peak."""
+    """Returns the learning rate of ``step``, counted from 0, as a fraction of its peak."""
     if step < settings.warm_up:
         return (step + 1) / settings.warm_up
     done = (step - settings.warm_up) / (settings.steps - settings.warm_up)
@@ -270,7 +277,7 @@ def warm_up_and_cosine(step: int, settings: Settings) -> float:
 
 
 def compare(first: Training, again: Training) -> dict[str, bool]:
-    """Compares the first run with the one that resumed in the middle of it, bit for bit."""
+    """Compares the second half of the first run with the resumed run, bit for bit."""
     curves, resumed = first.curves, again.curves
     half = len(resumed.losses)
     tensors = zip(first.tensors(), again.tensors(), strict=True)
@@ -284,12 +291,12 @@ def compare(first: Training, again: Training) -> dict[str, bool]:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Returns what is stored: 0 and -0 differ, and NaN equals itself."""
+    """Returns the stored bytes, so that 0 differs from -0 and NaN equals itself."""
     return tensor.detach().flatten().view(torch.uint8)
 
 
 def frequency_loss(text: Text) -> float:
-    """Returns the validation loss of a guess by the frequencies of single characters, in nats."""
+    """Returns the validation loss of a model that knows only character frequencies, in nats."""
     seen = torch.bincount(text.train, minlength=len(text.alphabet)).double() + 1
     return -(seen / seen.sum()).log()[text.validation].mean().item()
 
@@ -297,7 +304,7 @@ def frequency_loss(text: Text) -> float:
 def draw(
     curves: Curves, resumed: Curves, settings: Settings, guess: float, written: str, path: Path
 ) -> None:
-    """Draws loss, loss scale, norm of the gradients and learning rate, and shows the sample."""
+    """Draws loss, loss scale, gradient norm, learning rate and the sample into one figure."""
     middle = settings.steps - len(resumed.losses)
     skipped = [step for step, skip in enumerate(curves.skipped) if skip]
     first, last = curves.validations[0], curves.validations[settings.steps]
@@ -358,7 +365,7 @@ def draw(
 
 
 def make_table(training: Training, guess: float) -> str:
-    """Says what was measured."""
+    """Formats the measurements as a table for the terminal."""
     curves = training.curves
     first, last = curves.validations[0], curves.validations[len(curves.losses)]
     scales = [f"2^{math.log2(scale):.0f}" for scale in (curves.scales[0], curves.scales[-1])]
@@ -376,7 +383,7 @@ def make_table(training: Training, guess: float) -> str:
 
 
 def check(curves: Curves, guess: float) -> dict[str, bool]:
-    """Compares what was measured with what the example is to show."""
+    """Compares the measurements with the results that the example promises."""
     steps = len(curves.losses)
     return {
         "skipped from 4 steps to a tenth": 4 <= sum(curves.skipped) <= steps / 10,
@@ -385,14 +392,16 @@ def check(curves: Curves, guess: float) -> dict[str, bool]:
 
 
 def main() -> int:
-    """Reads the command line, trains twice, and writes checkpoint and figure."""
+    """Reads the command line, trains, resumes, and writes the checkpoint and the figure."""
     quick = "a few seconds, judges only the resumption"
     arguments = read_options(make_parser(__doc__, "char_gpt", quick, seeds=False))
     device = arguments.device
     settings = QUICK if arguments.quick else Settings()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the next line needs on CUDA
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # cuBLAS needs it to be deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain much from a second
+    torch.set_num_threads(1)  # a second thread gains little with such small matrices
 
     checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
     text = Text(device)
@@ -404,7 +413,7 @@ def main() -> int:
     first.save(checkpoint)
     first.run(half)
     print(f"Once more from {checkpoint}, by new objects")
-    again = Training(text, settings, 1, device)  # all others, until `load`
+    again = Training(text, settings, 1, device)  # another seed: everything differs until `load`
     again.load(checkpoint)
     again.run(half)
 

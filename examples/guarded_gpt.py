@@ -1,20 +1,20 @@
-"""Trains a small GPT on a text of which a part is broken, with and without a guard of the norm.
+"""Trains a small GPT on partly corrupted data, with and without a guard of the gradient norm.
 
     python examples/guarded_gpt.py                            # about a minute on one core
     python examples/guarded_gpt.py --seeds 3                  # the figures of docs/watching.md
 
-The GPT is a small one of char_gpt.py, with fp16 parameters and a loss scale. From step 200 on, a
-step in about seven has a batch from a shard that holds zeros where the next characters should be:
-all its targets are character number 0. These batches come between the healthy ones, which are the
-same in all runs, as is the learning rate at each of them. So the run without broken batches, and
-one that skips them all, have learnt from the same text.
+The model is a smaller version of the GPT of char_gpt.py, with fp16 parameters and a loss scale.
+From step 200 on, about one step in seven gets a broken batch: all its targets are character 0, as
+if a shard of the data contained zeros. Broken batches are inserted between the healthy ones, which
+are the same in all runs and have the same learning rates. A run that skips all broken batches
+therefore learns from the same text as the run without them.
 
-Four runs: without broken batches, and with them plain, with ``max_grad_norm=1``, and with
-``norm_guard=NormGuard()``. Expect the guard to skip every broken batch and to end where the clean
-run does, and the plain run to end .2 nats above. Clipping comes within a few hundredths here, since
-it keeps a broken batch from counting more than a healthy one; the limit that does so has to be
-known before. Writes ``guarded_gpt.png`` and prints a table. With the default settings it also says
-whether the guard keeps what it promises, and returns 1 if it does not.
+There are four runs: one without broken batches, and three with them: plain, with
+``max_grad_norm=1``, and with ``norm_guard=NormGuard()``. Expect the guard to skip every broken
+batch and to end with the loss of the clean run, and the plain run to end 0.2 nats above. Clipping
+ends within a few hundredths of the clean run, because a clipped broken batch has no more weight
+than a healthy one, but you need to know the right limit in advance. Writes ``guarded_gpt.png`` and
+prints a table. With the default settings it also checks these claims, and returns 1 if one fails.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ import amp_ext
 from amp_ext.optim import AdamW, NormGuard
 from amp_ext.program import format_table, run_program
 
-# Chosen before the first run.
-FIRST_BROKEN = 200  # healthy steps before the first broken batch may come
-BROKEN_SHARE = 0.15  # of the steps from there on
-LARGEST_GAP = 0.02  # nats by which the guarded run may end above the clean one
-LEAST_GAIN = 0.1  # nats by which the plain run is to end above the guarded one
+# The thresholds were chosen before the first run.
+FIRST_BROKEN = 200  # healthy steps before the first broken batch can occur
+BROKEN_SHARE = 0.15  # fraction of broken batches after FIRST_BROKEN
+LARGEST_GAP = 0.02  # nats by which the guarded run may end above the clean run
+LEAST_GAIN = 0.1  # nats by which the plain run must end above the guarded run
 
 GUARDED_GPT = replace(SMALL_GPT, validate_every=50)
 QUICK = replace(GUARDED_GPT, steps=210, warm_up=20, context=32, width=32)
@@ -56,14 +56,14 @@ QUICK = replace(GUARDED_GPT, steps=210, warm_up=20, context=32, width=32)
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A way to train.
+    """One of the compared training configurations.
 
     Attributes:
-        name: As the figure shows it.
-        is_broken: Whether broken batches come between the healthy ones.
-        has_guard: Whether the optimizer has a guard.
-        max_grad_norm: Of the optimizer; inf measures the norm and clips nothing.
-        colour: Of its curves.
+        name: The label in the figure and the table.
+        is_broken: Whether broken batches are inserted between the healthy ones.
+        has_guard: Whether the optimizer has a NormGuard.
+        max_grad_norm: The clipping threshold; inf measures the norm without clipping.
+        colour: The colour of its curves.
     """
 
     name: str
@@ -82,30 +82,30 @@ RECIPES = (CLEAN, PLAIN, CLIPPED, GUARDED)
 
 @dataclass
 class Run:
-    """One training with one seed; the lists hold a number for each step, broken ones included."""
+    """Measurements with one seed. Each list holds one value per step, healthy or broken."""
 
-    norms: list[float] = field(default_factory=list)  # of the unscaled gradients, before clipping
+    norms: list[float] = field(default_factory=list)  # unscaled gradient norm, before clipping
     broken: list[bool] = field(default_factory=list)
-    skipped: list[bool] = field(default_factory=list)  # by the guard
-    limits: list[float] = field(default_factory=list)  # of the guard, by which a step was judged
-    # Nats per character, by the number of healthy steps before.
+    skipped: list[bool] = field(default_factory=list)  # True if the guard skipped the step
+    limits: list[float] = field(default_factory=list)  # norm above which the guard skips the step
+    # Maps the number of healthy steps before a validation to its loss, in nats per character.
     validations: dict[int, float] = field(default_factory=dict)
 
     @property
     def last_loss(self) -> float:
-        """Nats per character at the end."""
+        """Validation loss after the last step, in nats per character."""
         return self.validations[max(self.validations)]
 
     def skips(self, broken: bool) -> list[bool]:
-        """Says of each broken, or healthy, batch whether the guard has skipped it."""
+        """Returns for each broken (or each healthy) batch whether the guard skipped it."""
         steps = zip(self.broken, self.skipped, strict=True)
         return [skipped for is_broken, skipped in steps if is_broken == broken]
 
 
 def train(recipe: Recipe, text: Text, settings: Settings, seed: int) -> Run:
-    """Trains one GPT with so many healthy batches as there are steps.
+    """Trains one GPT until it has seen ``settings.steps`` healthy batches.
 
-    The seed fixes the first parameters, the pieces of text, and which steps are broken.
+    The seed determines the initial parameters, the batches, and which steps are broken.
     """
     torch.manual_seed(seed)
     healthy, draw = (torch.Generator().manual_seed(number) for number in (seed, seed + 1_000))
@@ -140,7 +140,7 @@ def train(recipe: Recipe, text: Text, settings: Settings, seed: int) -> Run:
 
 
 def first_broken(settings: Settings) -> int:
-    """Returns how many healthy steps come first."""
+    """Returns the number of healthy steps before the first broken batch can occur."""
     return FIRST_BROKEN * settings.steps // GUARDED_GPT.steps
 
 
@@ -148,7 +148,7 @@ Results = dict[Recipe, list[Run]]
 
 
 def draw(results: Results, settings: Settings, path: Path) -> None:
-    """Draws the validation losses, and the norms that the guard of the first seed has judged."""
+    """Draws the validation losses, and the gradient norms of the first guarded run."""
     seeds = len(results[CLEAN])
     figure = start_figure("A GPT on text of which a part is broken", 5)
     loss_axes, norm_axes = figure.subplots(1, 2)
@@ -189,7 +189,7 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
 
 
 def make_table(results: Results) -> str:
-    """Sums up for the terminal: means over the seeds, and the worst of them."""
+    """Formats the results as a table: means over the seeds, and the worst seed."""
     table = [["run", "nats", "above clean", "at most", "broken skipped", "healthy skipped"]]
     for recipe, runs in results.items():
         above = differences(results, recipe, CLEAN, "last_loss")  # nats, for each seed
@@ -203,7 +203,7 @@ def make_table(results: Results) -> str:
 
 
 def check(results: Results) -> dict[str, bool]:
-    """Compares each seed with what the example is to show."""
+    """Compares the results of every seed with the limits that the example promises."""
     gap = max(differences(results, GUARDED, CLEAN, "last_loss"))
     gain = min(differences(results, PLAIN, GUARDED, "last_loss"))
     return {
@@ -216,7 +216,7 @@ def main() -> int:
     """Reads the command line, trains, and writes the figure and the table."""
     parser = make_parser(__doc__, "guarded_gpt", "a few seconds, judges nothing", device=False)
     arguments = read_options(parser)
-    torch.set_num_threads(1)  # the matrices are too small to gain much from a second
+    torch.set_num_threads(1)  # a second thread gains little with such small matrices
     settings, text = QUICK if arguments.quick else GUARDED_GPT, Text("cpu")
 
     results = run_all(

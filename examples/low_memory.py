@@ -1,19 +1,20 @@
-"""Trains the photograph and the GPT of the other examples with less and less memory.
+"""Trains the networks of photo.py and char_gpt.py with 16 to 7 bytes of memory per parameter.
 
     python examples/low_memory.py                             # under two minutes on one core
     python examples/low_memory.py --seeds 3 --steps 2000      # the figures of docs/low_memory.md
 
-A step of AdamW needs a parameter, a gradient, a master and two moments: 16 bytes in float32. Here
-both networks are trained with fewer, down to 7, everything else being the same. The photograph is
-that of photo.py, with parameters, gradients and matrix products in bf16: a CPU without bf16
-arithmetic takes up to 10 times longer for them, hence the small picture. The GPT is a small one of
-char_gpt.py; its parameters and gradients are stored in bf16, its products computed in fp32, as
-there.
+AdamW with bf16 parameters stores a parameter, a gradient, a float32 master and two float32 moments:
+16 bytes. Here both networks are trained in less memory, down to 7 bytes, with everything else
+unchanged. The photograph is fitted as in photo.py, with parameters, gradients and matrix products
+in bf16. A CPU without bf16 arithmetic takes up to 10 times longer for these products, so the
+picture is small. The GPT is a smaller version of the one in char_gpt.py: its parameters and
+gradients are stored in bf16, and its matrix products are computed in fp32.
 
-Expect every way that dithers or splits to end as float32 masters and moments do, up to the noise
-between two seeds, and the last one, which rounds everything to nearest as torch does, clearly
-worse. Writes ``low_memory.png`` and prints a table. With the default settings it also says whether
-that holds, and returns 1 if it does not.
+Expect every configuration that splits its masters or dithers (rounds up in as many steps as the
+value is near to the upper number) to end like float32 masters and moments, up to the noise between
+seeds. The last configuration rounds everything to nearest, as torch does, and ends clearly worse.
+Writes ``low_memory.png`` and prints a table. With the default settings it also checks these claims,
+and returns 1 if one fails.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """What is told to the optimizer.
+    """A way to store parameters and optimizer states.
 
     Attributes:
-        name: As the figure shows it.
-        dtype: Of the parameters, and so of the gradients.
-        options: Of AdamW.
+        name: The label in the figure and the table.
+        dtype: The dtype of the parameters and gradients.
+        options: Keyword arguments of AdamW.
     """
 
     name: str
@@ -71,8 +72,8 @@ def in_bf16(name: str, **options: Any) -> Configuration:
     return Configuration(name, BF16, options)
 
 
-MASTERS = in_bf16("bf16 + masters, fp32 states")  # what everything is compared with
-# All configurations but this one are to end as MASTERS does.
+MASTERS = in_bf16("bf16 + masters, fp32 states")  # the baseline of all comparisons
+# Every configuration except AS_TORCH must end as well as MASTERS.
 AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
     Configuration("fp32, fp32 states", torch.float32, {}),
@@ -88,29 +89,29 @@ CONFIGURATIONS = (
 )
 
 PHOTO = photo.Settings(steps=1000, size=64, width=64, tiles=1)
-PHOTO_LEARNING_RATE = 5e-3  # of the first step; it falls along a cosine to a hundredth
+PHOTO_LEARNING_RATE = 5e-3  # at the first step; falls along a cosine to 1 % of it
 SMALL_GPT = Settings(accumulation=1, width=64, layers=2, validate_every=100)
 QUICK_PHOTO = replace(PHOTO, steps=20, size=32, width=32)
 QUICK_GPT = replace(SMALL_GPT, steps=20, warm_up=2, context=32, width=32, validate_every=10)
-LARGEST_PSNR_GAP = 0.3  # dB of the photograph, in the mean over the seeds
-LARGEST_LOSS_GAP = 0.01  # nats of the GPT, likewise
+LARGEST_PSNR_GAP = 0.3  # allowed PSNR difference of the photograph in dB, mean over the seeds
+LARGEST_LOSS_GAP = 0.01  # allowed loss increase of the GPT in nats, mean over the seeds
 
 
 @dataclass
 class Run:
-    """One training of the GPT with one seed."""
+    """Result of training the GPT with one seed."""
 
-    validations: dict[int, float]  # nats per character, by the number of steps before
-    bytes: int  # stored for each parameter, gradient included
+    validations: dict[int, float]  # validation loss in nats per character, by steps taken
+    bytes: int  # memory per parameter between steps, including the gradient
 
     @property
     def last_loss(self) -> float:
-        """Nats per character at the end."""
+        """Validation loss after the last step, in nats per character."""
         return self.validations[max(self.validations)]
 
 
 def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed: int) -> Run:
-    """Trains one GPT; the seed fixes the first parameters and the pieces of text."""
+    """Trains one GPT; the seed determines the initial parameters and the batches."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = GPT(len(text.alphabet), settings).to(configuration.dtype)
@@ -132,25 +133,25 @@ def train_gpt(configuration: Configuration, text: Text, settings: Settings, seed
 
 
 def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Counts the bytes that a parameter takes between two steps, rounded."""
+    """Returns the bytes per parameter between steps (parameter, gradient and states), rounded."""
     params = list(model.parameters())
     tensors = [tensor for param in params for tensor in optimizer.state[param].values()]
-    kept = sum(tensor.nbytes for tensor in tensors if tensor.dim() > 0)  # no step counters
+    kept = sum(tensor.nbytes for tensor in tensors if tensor.dim() > 0)  # without step counters
     held = sum(2 * param.nbytes for param in params)
     return round((held + kept) / sum(param.numel() for param in params))
 
 
 @dataclass
 class Photo:
-    """One training of the photograph with one seed."""
+    """Result of fitting the photograph with one seed."""
 
-    psnr: float  # dB
+    psnr: float  # peak signal-to-noise ratio in dB
 
 
 def train_photo(
     configuration: Configuration, picture: Tensor, settings: photo.Settings, seed: int
 ) -> Photo:
-    """Trains one network on the photograph, float32 ``[size, size, 3]`` from 0 to 1."""
+    """Fits one network to ``picture``, float32 ``[size, size, 3]`` with values from 0 to 1."""
     frequency, model = photo.make_start(settings, seed)
     features = photo.fourier_features(settings.size, frequency).to(configuration.dtype)
     colours = picture.view(-1, 3)
@@ -174,7 +175,7 @@ Gpts = dict[Configuration, list[Run]]
 
 
 def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
-    """Draws losses, and a row for each configuration with a dot for each seed."""
+    """Draws the GPT's losses, and each configuration's difference to MASTERS, a dot per seed."""
     sizes = [gpts[each][0].bytes for each in CONFIGURATIONS]
     title = f"A photograph and a GPT in {min(sizes)} to {max(sizes)} bytes a parameter"
     figure = start_figure(title, 5.6)
@@ -216,7 +217,7 @@ def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
 
 
 def colour_of(configuration: Configuration) -> Any:
-    """Returns black for what others are compared with, and others by their place in the list."""
+    """Returns black for MASTERS, red for AS_TORCH, and a colour of a scale for the others."""
     if configuration is MASTERS:
         return "#000000"
     if configuration is AS_TORCH:
@@ -225,7 +226,7 @@ def colour_of(configuration: Configuration) -> Any:
 
 
 def make_table(photos: Photos, gpts: Gpts) -> str:
-    """Sums the means over the seeds up for the terminal; Δ: against the third row."""
+    """Formats the means over the seeds as a table; Δ is the difference to the third row."""
     table = [["how it is stored", "B", "photo, dB", "Δ", "GPT, nats", "Δ"]]
     for each in CONFIGURATIONS:
         psnr, loss = mean(run.psnr for run in photos[each]), mean(r.last_loss for r in gpts[each])
@@ -242,7 +243,7 @@ def make_table(photos: Photos, gpts: Gpts) -> str:
 
 
 def check(photos: Photos, gpts: Gpts) -> dict[str, bool]:
-    """Compares the means over the seeds with what the example is to show."""
+    """Compares the means over the seeds with the limits that the example promises."""
     judged = [each for each in CONFIGURATIONS if each not in (MASTERS, AS_TORCH)]
     gain = max(abs(mean(differences(photos, each, MASTERS))) for each in judged)
     gap = max(mean(differences(gpts, each, MASTERS, "last_loss")) for each in judged)
@@ -262,7 +263,7 @@ def main() -> int:
         "--steps", type=positive, help=f"optimizer steps of the GPT ({SMALL_GPT.steps})"
     )
     arguments = read_options(parser)
-    torch.set_num_threads(1)  # the matrices are too small to gain much from a second
+    torch.set_num_threads(1)  # a second thread gains little with such small matrices
 
     of_photo, of_gpt = (QUICK_PHOTO, QUICK_GPT) if arguments.quick else (PHOTO, SMALL_GPT)
     of_gpt = replace(of_gpt, steps=arguments.steps or of_gpt.steps)
@@ -278,7 +279,7 @@ def main() -> int:
     )
     figure = arguments.out / "low_memory.png"
     draw(photos, gpts, of_gpt, figure)
-    # What holds for the defaults is not promised for other settings.
+    # The claims are only promised for the default settings.
     claims = check(photos, gpts) if of_gpt == SMALL_GPT else {}
     return finish(make_table(photos, gpts), figure, claims)
 

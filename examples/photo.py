@@ -2,15 +2,16 @@
 
     python examples/photo.py                                  # matplotlib's sample photograph
     python examples/photo.py --image yours.jpg --seeds 3
-    python examples/photo.py --checkpoint run.pt              # and after Ctrl-C, or a power cut:
-    python examples/photo.py --resume run.pt --checkpoint run.pt
+    python examples/photo.py --checkpoint run.pt              # saves the run while it trains
+    python examples/photo.py --resume run.pt --checkpoint run.pt    # goes on after Ctrl-C
     python examples/photo.py --write-start start.pt           # for the program in libtorch/
 
-The loss of a step is divided by k = 256, as gradient accumulation over a 1024 x 1024 picture in
-tiles of 64 x 64 does: the gradients become smaller than fp16 can hold, unless the loss is scaled.
-A CPU computes one such tile in one pass and divides by the same k, which is the same arithmetic.
-Writes ``photo.png`` and prints a table. With the default settings it also says whether amp_ext is
-as good as fp32 and fp16 without scaling is not, and returns 1 if either fails.
+The loss of each tile is divided by k = 256, as usual when gradients are accumulated over the 256
+tiles of 64 x 64 pixels of a 1024 x 1024 picture. Without loss scaling, the gradients become too
+small for fp16. A CPU trains on a picture of a single tile and divides by the same k, so that the
+gradients are as small. Writes ``photo.png`` and prints a table. With the default settings it also
+checks that amp_ext is as good as fp32 and that fp16 without scaling is worse, and returns 1 if
+either fails.
 """
 
 import math
@@ -49,73 +50,74 @@ from amp_ext.training.random_state import random_state
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What one run constructs. The loop is the same for all."""
+    """The scaler, optimizer and dtypes of one run. All runs use the same training loop."""
 
     name: str
-    dtype: torch.dtype  # of the parameters, and so of their gradients
+    dtype: torch.dtype  # dtype of the parameters and gradients
     scaler: Callable[..., torch.amp.GradScaler]
     optimizer: Callable[..., torch.optim.Optimizer]
-    autocast: bool = True  # matrix products in fp16
+    autocast: bool = True  # whether matrix products are computed in fp16
 
 
 unscaled = partial(torch.amp.GradScaler, enabled=False)
 FP32 = Recipe("fp32", torch.float32, unscaled, torch.optim.AdamW, autocast=False)
 UNSCALED = Recipe("fp16 unscaled", torch.float32, unscaled, torch.optim.AdamW)
 TORCH = Recipe("fp16 torch.amp", torch.float32, torch.amp.GradScaler, torch.optim.AdamW)
-# torch's scaler refuses fp16 gradients. amp_ext takes them, and its AdamW keeps fp32 masters.
+# torch's scaler refuses fp16 gradients. amp_ext's unscales them, and its AdamW keeps fp32 masters.
 AMP_EXT = Recipe("fp16 amp_ext", torch.float16, amp_ext.GradScaler, amp_ext.optim.AdamW)
 RECIPES = (FP32, UNSCALED, TORCH, AMP_EXT)
 
-# Colours that colour-blind people can tell apart; thinner lines are drawn on wider ones.
+# Colours are safe for colour-blind readers. Thin lines are drawn over wide ones, so that both show.
 COLOURS = {FP32: "#000000", UNSCALED: "#D55E00", TORCH: "#56B4E9", AMP_EXT: "#004D7A"}
 WIDTHS = {FP32: 4.5, UNSCALED: 1.5, TORCH: 3.0, AMP_EXT: 1.2}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is computed."""
+    """The sizes of a run."""
 
     steps: int
-    size: int  # pixels along a side of the picture
-    width: int  # of the network, and the number of Fourier features
-    tiles: int  # k, the divisor of the loss
+    size: int  # height and width of the picture in pixels
+    width: int  # units of each hidden layer, and number of Fourier features
+    tiles: int  # divisor k of the loss
 
 
-# A CPU without fp16 arithmetic takes 10 to 100 times longer for an fp16 product than for fp32.
+# The CPU sizes are small, because a CPU without fp16 arithmetic takes 10 to 100 times longer for an
+# fp16 matrix product than for an fp32 one.
 DEFAULTS = {
     "quick": Settings(steps=40, size=32, width=32, tiles=256),
     "cpu": Settings(steps=200, size=64, width=64, tiles=256),
     "cuda": Settings(steps=200, size=1024, width=256, tiles=256),
 }
-TILE = 64  # pixels along a side of a tile
+TILE = 64  # height and width of a tile in pixels
 LEARNING_RATE = 5e-3
-SAVE_EVERY = 20  # steps, with --checkpoint
-TELL_EVERY = 30  # seconds, on a slow machine
-GROWTH_INTERVAL = 10  # good steps before the scale doubles: not 2000, to show its search
+SAVE_EVERY = 20  # steps between two checkpoints
+TELL_EVERY = 30  # seconds between two progress messages
+GROWTH_INTERVAL = 10  # steps without overflow before the scale doubles (default: 2000)
 
 
 @dataclass
 class Result:
-    """One run with one seed."""
+    """Result of one run with one seed."""
 
-    psnr: float  # dB
+    psnr: float  # peak signal-to-noise ratio in dB
     losses: list[float]  # mean squared error of each step, before the division by k
-    scales: list[float]  # loss scale with which each step was computed
-    skipped: list[int]  # steps left out because of an overflow
-    seconds: float  # of all steps but the first, in which libraries warm up
-    picture: Tensor  # [size, size, 3], 0 to 1
+    scales: list[float]  # loss scale of each step
+    skipped: list[int]  # indices of the steps skipped after an overflow
+    seconds: float  # duration of all steps except the first, in which libraries warm up
+    picture: Tensor  # learned picture, [size, size, 3], values from 0 to 1
 
 
-Results = dict[Recipe, list[Result]]  # a result per seed
+Results = dict[Recipe, list[Result]]  # each list holds one result per seed
 
 
 @dataclass(frozen=True)
 class Files:
-    """The checkpoints of the run with amp_ext, and what must be the same for a run to go on."""
+    """The checkpoint files of the run with amp_ext."""
 
-    resume: Path | None = None  # what it goes on from
-    checkpoint: Path | None = None  # where it is saved
-    about: dict[str, Any] = field(default_factory=dict)
+    resume: Path | None = None  # checkpoint to load before training
+    checkpoint: Path | None = None  # file to save the run in
+    about: dict[str, Any] = field(default_factory=dict)  # settings that must match to resume
 
 
 def train(
@@ -126,13 +128,13 @@ def train(
     device: str,
     files: Files,
 ) -> Result:
-    """Trains one network the way ``recipe`` says; a seed gives all recipes the same start.
+    """Trains one network as ``recipe`` says, from parameters that depend only on ``seed``.
 
-    The photo is float32, ``[size, size, 3]``, 0 to 1.
+    The photo is float32, ``[size, size, 3]``, with values from 0 to 1.
     """
     frequency, model = make_start(settings, seed)
     order = tile_order(settings.size)
-    # [tiles, pixels, width] and [tiles, pixels, 3]
+    # Shapes: features [tiles, pixels, width], colours [tiles, pixels, 3].
     features = fourier_features(settings.size, frequency)[order].to(device)
     colours = photo.view(-1, 3)[order].to(device)
     model = model.to(device, recipe.dtype)
@@ -141,7 +143,8 @@ def train(
 
     losses, scales, skipped = [], [scaler.get_scale()], []
     start = told = time.perf_counter()
-    if files.resume or files.checkpoint:  # of the trainer's; its loop is amp_ext's alone
+    # The trainer only saves and loads here, because all recipes share the loop below.
+    if files.resume or files.checkpoint:
         trainer = MixedPrecisionTrainer(
             model, optimizer, MixedPrecisionConfig("fp16"), scaler=scaler
         )
@@ -159,8 +162,8 @@ def train(
         scaler.step(optimizer)  # changes nothing if a gradient is inf or NaN
         scaler.update()
 
-        # For the figure only: free on the CPU, but on a GPU each of the two lines waits for the
-        # device, so a loop that is to be fast leaves them out.
+        # The figure needs these values. On a GPU, each of the two lines waits for the device, so
+        # a fast training loop should not have them.
         losses.append(step_loss.item() / len(features))
         scales.append(scaler.get_scale())
         if step == 0:
@@ -186,7 +189,11 @@ def train(
 
 
 def make_start(settings: Settings, seed: int) -> tuple[Tensor, nn.Module]:
-    """Draws the frequency of each wave along both axes, ``[2, width / 2]``, and the network."""
+    """Makes the initial network and the random wave frequencies.
+
+    Returns:
+        Frequencies along both axes, ``[2, width / 2]``, and a network of three linear layers.
+    """
     torch.manual_seed(seed)
     width = settings.width
     frequency = torch.randn(2, width // 2) * math.sqrt(settings.size)
@@ -195,13 +202,13 @@ def make_start(settings: Settings, seed: int) -> tuple[Tensor, nn.Module]:
 
 
 def coordinates(size: int) -> Tensor:
-    """Returns where each pixel is, -1 to 1: ``[size * size, 2]``."""
+    """Returns the coordinates of all pixels, from -1 to 1: ``[size * size, 2]``."""
     axis = (torch.arange(size) + 0.5) / size * 2 - 1
     return torch.cartesian_prod(axis, axis)
 
 
 def fourier_features(size: int, frequency: Tensor) -> Tensor:
-    """Describes each pixel by waves of random directions and lengths: ``[size * size, width]``.
+    """Returns sines and cosines of random waves at all pixels: ``[size * size, width]``.
 
     Reference:
         Tancik et al., "Fourier Features Let Networks Learn High Frequency Functions in Low
@@ -212,7 +219,7 @@ def fourier_features(size: int, frequency: Tensor) -> Tensor:
 
 
 def tile_order(size: int) -> Tensor:
-    """Returns the indices of the pixels of each tile: ``[tiles, pixels]``."""
+    """Returns the pixel indices of each tile: ``[tiles, pixels]``."""
     side = min(TILE, size)
     pixels = torch.arange(size**2).view(size // side, side, size // side, side)
     return pixels.transpose(1, 2).reshape(-1, side**2)
@@ -221,7 +228,7 @@ def tile_order(size: int) -> Tensor:
 def write_start(
     path: Path, photo: Tensor, settings: Settings, device: str, about: dict[str, Any]
 ) -> None:
-    """Writes what the C++ program begins with: that of the first seed, as plain dicts."""
+    """Writes the starting state of the first seed as plain dicts, for the C++ program."""
     frequency, model = make_start(settings, seed=0)
     content = {
         "about": about,
@@ -238,15 +245,15 @@ def write_start(
 
 
 def load_photo(path: Path | None, size: int) -> Tensor:
-    """Reads a square of a picture as ``[size, size, 3]``, float32, 0 to 1."""
-    upper_middle = (0.5, 0.25)  # where faces are
+    """Reads a square crop of an image: float32 ``[size, size, 3]``, values from 0 to 1."""
+    upper_middle = (0.5, 0.25)  # centre of the crop, where faces usually are
     with Image.open(path or cbook.get_sample_data("grace_hopper.jpg", asfileobj=False)) as image:
         square = ImageOps.fit(image.convert("RGB"), (size, size), centering=upper_middle)
     return torch.from_numpy(np.array(square, dtype=np.float32) / 255)
 
 
 def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> None:
-    """Draws the pictures and the loss scale of the first seed, and the mean losses."""
+    """Draws pictures and loss scales of the first seed, and losses averaged over the seeds."""
     lost, kept = (
         show_mean(differences(results, recipe, FP32), "+.2f") for recipe in (UNSCALED, AMP_EXT)
     )
@@ -297,12 +304,12 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
 
 
 def holds(recipe: Recipe) -> str:
-    """Says in which precision the parameters are held; the gradients follow them."""
+    """Describes the precision in which a recipe stores parameters and gradients."""
     return "fp16, masters fp32" if recipe.dtype == torch.float16 else "fp32"
 
 
 def make_table(results: Results) -> str:
-    """Sums the runs up for the terminal."""
+    """Formats the results as a table for the terminal."""
     table = [["run", "parameters", "PSNR, dB", "vs fp32, dB", "skipped", "s"]]
     for recipe, runs in results.items():
         table.append(
@@ -319,7 +326,7 @@ def make_table(results: Results) -> str:
 
 
 def check(results: Results) -> dict[str, bool]:
-    """Compares the means over the seeds with what the example is to show."""
+    """Compares the means over the seeds with the limits that the example promises."""
     return {
         "amp_ext within 0.3 dB of fp32": abs(mean(differences(results, AMP_EXT, FP32))) <= 0.3,
         "without scaling at least 3 dB worse": mean(differences(results, UNSCALED, FP32)) <= -3,
@@ -360,7 +367,7 @@ def main() -> int:
 
     try:
         photo = load_photo(arguments.image, settings.size)
-    except (OSError, SyntaxError, ValueError) as error:  # as Pillow says it of its formats
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all of them
         parser.error(f"--image: {error}")
     if arguments.write_start:
         write_start(arguments.write_start, photo, settings, device, about)
@@ -372,7 +379,7 @@ def main() -> int:
 
     results = run_all(RECIPES, train_one, arguments.seeds)
     draw(results, photo, settings, figure)
-    # What holds for the defaults is not promised for other settings.
+    # The claims are only promised for the default settings.
     is_default = settings == DEFAULTS[device] and not arguments.image
     return finish(make_table(results), figure, check(results) if is_default else {})
 

@@ -1,4 +1,4 @@
-"""What the programs in this folder share: their options, figures and verdicts."""
+"""Helpers that the examples share: command-line options, figures and checks of their claims."""
 
 import argparse
 import textwrap
@@ -16,7 +16,15 @@ from matplotlib.figure import Figure
 def make_parser(
     text: str, name: str, quick: str, *, seeds: bool = True, device: bool = True
 ) -> argparse.ArgumentParser:
-    """Returns a parser with ``--out``, ``--quick``, which does what is said, and what is wanted."""
+    """Returns a parser with the common options of the examples.
+
+    Args:
+        text: Docstring of the program. Its first line becomes the description.
+        name: Name of the program. Results go to ``results/<name>`` by default.
+        quick: Help text of ``--quick``.
+        seeds: Whether to add ``--seeds``.
+        device: Whether to add ``--device``.
+    """
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results") / name, help="folder to write")
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -29,14 +37,14 @@ def make_parser(
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Reads the command line and makes the folder to write into."""
+    """Parses the command line and creates the output folder."""
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     return options
 
 
 def positive(text: str) -> int:
-    """Reads a number of at least 1 from the command line."""
+    """Parses an integer of at least 1; argparse reports the ValueError of others."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -45,7 +53,11 @@ def positive(text: str) -> int:
 def run_all(
     recipes: Sequence[Any], train_one: Callable[[Any, int], Any], seeds: int
 ) -> dict[Any, list[Any]]:
-    """Trains every recipe, which has a name, with every seed; says which is on."""
+    """Calls ``train_one(recipe, seed)`` for all recipes and seeds, and prints its progress.
+
+    Returns:
+        For each recipe, the results in the order of the seeds.
+    """
     results: dict[Any, list[Any]] = {recipe: [] for recipe in recipes}
     for seed in range(seeds):
         for recipe in recipes:
@@ -57,13 +69,13 @@ def run_all(
 def differences(
     results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "psnr"
 ) -> list[float]:
-    """Returns a figure of a recipe's runs minus that of another's, for each seed."""
+    """Returns the attribute ``of`` of a recipe's runs minus that of ``base``, for each seed."""
     pairs = zip(results[recipe], results[base], strict=True)
     return [getattr(run, of) - getattr(other, of) for run, other in pairs]
 
 
 def start_figure(title: str, height: float) -> Figure:
-    """Returns an empty figure with its title."""
+    """Returns an empty figure, ``height`` inches high, with a title."""
     figure = plt.figure(figsize=(13, height))
     figure.suptitle(title, fontsize=15)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
@@ -71,7 +83,7 @@ def start_figure(title: str, height: float) -> Figure:
 
 
 def finish_axes(*axes: Axes) -> None:
-    """Gives curves a grid, and a legend where some have a label."""
+    """Adds a grid to each of ``axes``, and a legend if any of its curves has a label."""
     for each in axes:
         each.grid(alpha=0.3)
         each.margins(y=0.08)
@@ -81,20 +93,20 @@ def finish_axes(*axes: Axes) -> None:
 
 
 def write_figure(figure: Figure, caption: str, path: Path, dpi: int = 160) -> None:
-    """Writes a figure with its caption below."""
+    """Adds a caption below a figure, writes it to ``path`` and closes it."""
     figure.supxlabel(textwrap.fill(caption, 180), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=dpi)
     plt.close(figure)
 
 
 def show_mean(values: list[float], form: str) -> str:
-    """Formats the mean and, from two values on, the standard deviation."""
+    """Formats the mean of ``values``, with the standard deviation if there are at least two."""
     deviation = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
     return f"{mean(values):{form}}{deviation}".replace("-", "−")
 
 
 def finish(table: str, figure: Path, claims: dict[str, bool]) -> int:
-    """Prints what was measured and which claims hold; returns the exit code, 1 if one does not."""
+    """Prints the table and whether each claim holds; returns the exit code, 1 if a claim fails."""
     print(f"\n{table}\n\nWritten: {figure}")
     for claim, true in claims.items():
         print(f"{claim}: {'yes' if true else 'NO'}")

@@ -1,16 +1,16 @@
-"""Trains a generator against a discriminator in fp16: two optimizers under one loss scale.
+"""Trains a generator and a discriminator in fp16: two optimizers share one loss scale.
 
     python examples/two_optimizers.py                         # about half a minute on two cores
 
-The data are points around eight places on a ring. The generator turns noise into such points, the
-discriminator tells them from the data; each has its own loss and its own Adam. ``scaler.step`` is
-called for each optimizer and ``scaler.update`` once: a step whose gradients overflow is skipped
-for that optimizer alone, while the other one goes on, and the common scale is halved once.
+The data are 2-D points, clustered around eight centres on a ring. The generator turns noise into
+such points, and the discriminator tells them from the data. Each network has its own loss and its
+own Adam. An iteration calls ``scaler.step`` for each optimizer and then ``scaler.update`` once. If
+the gradients of one optimizer overflow, only its step is skipped, and the scale is halved once.
 
-Matrix products are fp16 by autocast, parameters are fp32. The scale starts too high and doubles
-often, to show the skips. Expect the samples to reach all eight places, and each optimizer to skip
-steps that the other one takes. Writes ``two_optimizers.png``, says whether all of that holds, and
-returns 1 if something does not.
+Matrix products are computed in fp16 by autocast; parameters are fp32. The scale starts too high and
+doubles often, so that steps are skipped. Expect samples around all eight centres, and expect each
+optimizer to skip steps that the other one takes. Writes ``two_optimizers.png``, prints whether
+these claims hold, and returns 1 if one does not.
 """
 
 import math
@@ -29,53 +29,54 @@ from amp_ext.program import format_table, run_program
 
 STEPS = 3000
 QUICK_STEPS = 160
-WIDTH = 64  # of both networks
-NOISE = 8  # numbers that the generator makes a point from
-ROWS = 256  # points of a step
-PACK = 2  # points that the discriminator sees together: copies of one point give themselves away
+WIDTH = 64  # units of each hidden layer, in both networks
+NOISE = 8  # dimensions of the generator's input
+ROWS = 256  # batch size: points per step
+PACK = 2  # points that the discriminator judges together, so that it notices repeated points
 LEARNING_RATE = 2e-3
 INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
-GROWTH_INTERVAL = 50  # good steps before the scale doubles: not 2000, to show its search
+GROWTH_INTERVAL = 50  # steps without overflow before the scale doubles (default: 2000)
 
-PLACES = 8
-SPREAD = 0.08  # standard deviation of the points around a place, on a ring of radius 1
-SHOWN = 5  # pictures of samples
-SAMPLES = 2000  # points of each
+PLACES = 8  # cluster centres, on a ring of radius 1
+SPREAD = 0.08  # standard deviation of the points around a centre
+SHOWN = 5  # scatter plots of samples in the figure
+SAMPLES = 2000  # points in each scatter plot
 
 NAMES = ("discriminator", "generator")
-# Colours that colour-blind people can tell apart.
+# Colours are safe for colour-blind readers.
 COLOURS = {"discriminator": "#D55E00", "generator": "#004D7A", "data": "#B8BEC6"}
 
 
 @dataclass
 class Record:
-    """What a run measured; the lists hold a number for each step."""
+    """Measurements of a run. Each list holds one value per step."""
 
     scales: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2] by the steps before
+    # Maps the number of steps taken to samples of the generator, [SAMPLES, 2].
+    samples: dict[int, Tensor] = field(default_factory=dict)
 
 
 def make_network(inputs: int, outputs: int) -> nn.Module:
-    """Builds three layers."""
+    """Builds a network of three linear layers."""
     hidden = [nn.Linear(inputs, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(*hidden, nn.LeakyReLU(0.2), nn.Linear(WIDTH, outputs))
 
 
 def places() -> Tensor:
-    """Returns the middles of the data: ``[PLACES, 2]``."""
+    """Returns the cluster centres of the data: ``[PLACES, 2]``."""
     angle = torch.arange(PLACES) * (2 * math.pi / PLACES)
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def draw_data(points: int) -> Tensor:
-    """Draws ``[points, 2]`` from the distribution that is to be learned."""
+    """Draws ``points`` points of the data distribution: ``[points, 2]``."""
     return places()[torch.randint(PLACES, (points,))] + SPREAD * torch.randn(points, 2)
 
 
 def train(steps: int, device: str) -> Record:
-    """Trains both networks; each of them takes a step in every pass of the loop."""
+    """Trains both networks, with one step of each per iteration."""
     torch.manual_seed(0)
     generator = make_network(NOISE, 2).to(device)
     discriminator = make_network(2 * PACK, 1).to(device)
@@ -116,7 +117,7 @@ def train(steps: int, device: str) -> Record:
 
         scaler.update()  # once, after both steps
         for name, optimizer in optimizers.items():
-            # For the figure only: to be exact at once, this waits for a GPU, as `item` above does.
+            # The figure needs the exact answer, so this waits for a GPU, as `item` above does.
             record.skipped[name].append(scaler.last_step_skipped(optimizer, wait=True) is True)
     record.samples[steps] = sample(generator, device)
     record.scales = scaler.history(wait=True).scales
@@ -125,14 +126,17 @@ def train(steps: int, device: str) -> Record:
 
 @torch.no_grad()
 def sample(generator: nn.Module, device: str) -> Tensor:
-    """Makes points from noise that is the same each time."""
+    """Generates ``[SAMPLES, 2]`` points, from the same noise in every call."""
     noise = torch.randn(SAMPLES, NOISE, generator=torch.Generator().manual_seed(0))
     with torch.autocast(device, torch.float16):
         return generator(noise.to(device)).float().cpu()
 
 
 def reached(points: Tensor) -> tuple[int, float]:
-    """Returns how many places have 2 % of the points or more, and the share of points near one."""
+    """Returns how many centres have at least 2 % of the points, and the share of points near one.
+
+    A point is near a centre if its distance is less than three standard deviations.
+    """
     distance, place = torch.cdist(points, places()).min(dim=1)
     near = distance < 3 * SPREAD
     share = torch.bincount(place[near], minlength=PLACES) / len(points)
@@ -140,13 +144,13 @@ def reached(points: Tensor) -> tuple[int, float]:
 
 
 def describe(points: Tensor) -> str:
-    """Says where samples are."""
+    """Describes how well the samples cover the centres."""
     count, near = reached(points)
     return f"{count} of {PLACES} places, {near:.0%} near"
 
 
 def draw(record: Record, path: Path) -> None:
-    """Draws samples over time, the loss scale with the skipped steps, and both losses."""
+    """Draws samples over time, the loss scale with its skipped steps, and both losses."""
     counts = ", ".join(f"{name} {sum(record.skipped[name])}" for name in NAMES)
     figure = start_figure(f"Two optimizers under one loss scale; skipped steps: {counts}", 7.4)
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 1.3))
@@ -187,7 +191,7 @@ def draw(record: Record, path: Path) -> None:
 
 
 def halvings(record: Record) -> tuple[int, int]:
-    """Counts the updates with a skipped step, and those of them that halved the scale once."""
+    """Counts the updates after a skipped step, and how many of these halved the scale once."""
     skips = [any(both) for both in zip(*record.skipped.values(), strict=True)]
     after = zip(skips, record.scales, record.scales[1:], strict=False)
     halved = [later == before / 2 for skip, before, later in after if skip]
@@ -195,7 +199,7 @@ def halvings(record: Record) -> tuple[int, int]:
 
 
 def make_table(record: Record) -> str:
-    """Sums the steps up for the terminal."""
+    """Formats the numbers of taken and skipped steps as a table."""
     both = sum(all(pair) for pair in zip(*record.skipped.values(), strict=True))
     table = [["optimizer", "steps", "skipped", "while the other stepped"]]
     for name in NAMES:
@@ -206,7 +210,7 @@ def make_table(record: Record) -> str:
 
 
 def check(record: Record, quick: bool) -> dict[str, bool]:
-    """Compares what was measured with what the example is to show."""
+    """Compares the measurements with the results that the example promises."""
     updates, halved = halvings(record)
     claims = {"every skip halved the scale once": updates == halved > 0}
     if not quick:
@@ -228,7 +232,7 @@ def main() -> int:
     quick = "a few seconds, judges no samples"
     arguments = read_options(make_parser(__doc__, "two_optimizers", quick, seeds=False))
     steps = QUICK_STEPS if arguments.quick else STEPS
-    torch.set_num_threads(1)  # of the CPU: the matrices are too small to gain from a second
+    torch.set_num_threads(1)  # a second thread gains nothing with such small matrices
 
     record = train(steps, arguments.device)
     figure = arguments.out / "two_optimizers.png"

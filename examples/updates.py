@@ -1,13 +1,13 @@
-"""Shows what a step does to each layer of a GPT in bf16, with masters and without.
+"""Shows how much an optimizer step changes each layer of a bf16 GPT, with and without masters.
 
     python examples/updates.py                                # half a minute on two cores
 
-The GPT of ``char_gpt.py`` is trained twice, by AdamW with a learning rate that falls: with float32
-masters, and with none. ``optimizer.inspect()`` tells, between the last backward pass and its step,
-how large the update of each layer is beside its weights, and which share of the elements it leaves
-as they are. Expect updates of about a thousandth of the weights, most of which bf16 parameters
-alone can't store, while the masters take nearly all of them. Prints both tables, writes
-``updates.png``, says whether that holds, and returns 1 if it does not.
+Trains the GPT of ``char_gpt.py`` twice by AdamW, with a falling learning rate: with float32 master
+weights and without. After the last backward pass, ``optimizer.inspect()`` reports for each layer
+the size of the coming update relative to the weights, and the fraction of elements that the update
+would leave unchanged. Expect updates of about a thousandth of the weights. Most of them are too
+small to change a bf16 parameter, but nearly all change the float32 master. Prints both tables,
+writes ``updates.png``, checks these claims, and returns 1 if one fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 300
 
 
 def inspect_last(text: Text, settings: Settings, masters: bool) -> amp_ext.optim.Inspection:
-    """Trains the GPT, with float32 masters or without; returns what its last step would do."""
+    """Trains the GPT with or without float32 masters; returns the inspection of its last step."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = GPT(len(text.alphabet), settings).bfloat16()
@@ -48,7 +48,7 @@ def inspect_last(text: Text, settings: Settings, masters: bool) -> amp_ext.optim
 
 
 def mean_share(inspection: amp_ext.optim.Inspection, of: str) -> float:
-    """Returns the mean over the layers' matrices of a share of elements that stay."""
+    """Returns the mean of the attribute ``of``, a fraction of elements, over all weights."""
     weights = {name: p for name, p in inspection.params.items() if name.endswith("weight")}
     return sum(getattr(param, of) for param in weights.values()) / len(weights)
 
@@ -58,7 +58,7 @@ def main() -> int:
     quick = "a few seconds, judges nothing"
     arguments = read_options(make_parser(__doc__, "updates", quick, seeds=False, device=False))
     settings = QUICK if arguments.quick else replace(Settings(), steps=STEPS, layers=2)
-    torch.set_num_threads(1)  # the matrices are too small to gain much from a second
+    torch.set_num_threads(1)  # a second thread gains little with such small matrices
     text = Text("cpu")
     with_masters, alone = (inspect_last(text, settings, masters) for masters in (True, False))
     figure = arguments.out / "updates.png"
