@@ -1,1 +1,1 @@
-"""The benchmark of scalers and optimizers, ours beside torch's: ``python -m amp_ext.bench``."""
+"""Times amp_ext's scaler and optimizers against torch's: ``python -m amp_ext.bench``."""

@@ -1,7 +1,7 @@
 """The command line of the benchmark.
 
 python -m amp_ext.bench --quick               # the most common rows, in a minute
-python -m amp_ext.bench --json results.json   # everything, into a file
+python -m amp_ext.bench --json results.json   # all rows; also writes the results to a file
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints a table, and writes the file that is asked for; returns the exit code."""
+    """Measures the chosen rows, prints a table and writes ``--json``; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for side in work.sides()
         }
         measured.append(measure.measure_row(work, shapes, programs, streaming, run))
-        store()  # a long run may be interrupted
+        store()  # after every row, because a long run may be interrupted
         del programs
-        gc.collect()  # optimizers are in circles
+        gc.collect()  # frees the optimizers, which are in reference cycles
     speeds = [row["streaming_gb_per_s"] for row in measured if not row["many_small"]]
     about += [f"streaming: {max(speeds):.1f} GB/s at best"] if speeds else []
     print("\n".join(about), "", make_table(measured), "", NOTE, sep="\n")
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
-    """Returns the cells of a row, by heading."""
+    """Returns the table cells of a measured row, keyed by column heading."""
     ours, many_small = row["sides"]["ours"], row["many_small"]
     ratios = {side: f"{ratio:.2f}" for side, ratio in row["ratios"].items()}
     return {
@@ -108,7 +108,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def make_table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table, a part for each list of shapes, without columns that are empty."""
+    """Formats a table with a section for each list of shapes; leaves out empty columns."""
     shown = [title for title in cells(rows[0]) if any(cells(row)[title] for row in rows)]
     table = format_table([shown, *([cells(row)[title] for title in shown] for row in rows)])
     head, *lines = table.splitlines()

@@ -1,4 +1,8 @@
-"""Times the sides of a row in turns, in one process, and keeps the fastest run of each."""
+"""Times the implementations of a row alternately in one process, and takes each one's fastest run.
+
+A row is a kind of work on a list of shapes. A side is one implementation of that work, for example
+amp_ext's or torch's fused optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from amp_ext import ops
 from amp_ext.bench.steps import Program, Step
 from amp_ext.bench.work import ShapeList, Work
 
-STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, far larger than caches
-ROUNDS = 6  # turns of each side
+STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32; far larger than caches
+ROUNDS = 6  # how often each side takes its turn
 
 
 def describe(device: torch.device) -> list[str]:
-    """Returns lines about hardware, versions, commit of the build and date."""
+    """Describes the hardware, versions, commit of the build, and date in lines of text."""
     cpuinfo, info = Path("/proc/cpuinfo"), Path(amp_ext.__file__).with_name("_build_info.json")
     found = re.search(r"model name\s*: *(.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
     gpu = f"{torch.cuda.get_device_name(device)}; " if device.type == "cuda" else ""
@@ -39,7 +43,7 @@ def describe(device: torch.device) -> list[str]:
 
 
 def make_streaming(device: torch.device) -> tuple[Step, int]:
-    """Returns the operation that shows the bandwidth of memory, and the bytes that it moves."""
+    """Returns an operation that measures the memory bandwidth, and the bytes that it moves."""
     tensor = torch.ones(STREAMING_ELEMENTS[device.type], device=device)
     if device.type == "cpu":
         return lambda: tensor.mul_(1.0000001), 2 * tensor.nbytes
@@ -48,17 +52,17 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 
 
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
-    """Returns the bytes that our side keeps of an element, and the least that its step must move.
+    """Returns the bytes per element that our side stores, and those that its step must move.
 
-    Each operand is read or written once. A gradient is read once more for a scaler or a norm.
+    A step must read or write each operand once. A scaler or a norm reads the gradient once more.
     """
     states = [value for state in program.optimizer.state.values() for value in state.values()]
     elements = sum(param.numel() for param in program.params)
     kept = sum(tensor.nbytes for tensor in states if tensor.dim() > 0) / elements
     size = work.dtype.itemsize
-    reads = 0 if work.has_masters else size  # a whole master stands for its parameter
+    reads = 0 if work.has_masters else size  # with a float32 master, the parameter is not read
     scan = size if work.scaler or work.clip else 0
-    average = 4 if work.average else 0  # beside a read of what it averages
+    average = 4 if work.average else 0  # float32: read, written, and its weight read
     moved = size + reads + size + 2 * kept + scan + 3 * average
     return 2 * size + kept + average, moved
 
@@ -73,19 +77,21 @@ def measure_row(
     """Measures one row; returns its description, the figures of each side, and ratios to ours.
 
     Args:
-        work: Work of a step.
-        shapes: Shapes of the parameters.
-        programs: Program of each side, ours among them.
-        streaming: From :func:`make_streaming`; in turns with the rest, unless the host is measured.
-        run: Returns the seconds of some runs of a step, as :func:`run_times` does.
+        work: The work of a step.
+        shapes: The shapes of the parameters.
+        programs: The program of each side, keyed by side. "ours" must be one of them.
+        streaming: The result of :func:`make_streaming`. Its operation takes turns with the sides,
+            except for many small tensors, where the row measures the host.
+        run: A function that runs a step several times and returns the seconds of each run, such as
+            :func:`run_times`.
     """
     steps = {side: program.step for side, program in programs.items()}
     for step in steps.values():
-        step()  # makes the states
+        step()  # creates the optimizer states
     stored, moved = bytes_of(work, programs["ours"])
     steps |= {} if shapes.many_small else {"streaming": streaming[0]}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS):  # to and fro: a machine that changes its clocks meets all alike
+    for turn in range(ROUNDS):  # alternating order, so that changing clocks affect all sides alike
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
             times[name] += run(steps[name])
     least = {name: min(seconds) for name, seconds in times.items()}
@@ -115,6 +121,6 @@ def measure_row(
 
 
 def run_times(step: Step, seconds: float) -> list[float]:
-    """Returns the seconds of each run of a step, of runs that take so many seconds together."""
+    """Runs a step repeatedly for ``seconds`` in all; returns the seconds of each run."""
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).times

@@ -1,4 +1,7 @@
-"""The programs that are timed: one step of each side, on parameters and gradients of its own."""
+"""Makes the timed programs: a step of each side, on parameters and gradients of its own.
+
+A side is one implementation of the same work; ``SIDES`` in work.py lists all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from amp_ext.bench.work import ShapeList, Work
 
 Step = Callable[[], object]
 
-DECAY = 0.999  # of averages
-MAX_NORM = 1.0  # exceeded by far, so that every side clips
+DECAY = 0.999  # decay of the exponential moving averages of weights
+MAX_NORM = 1.0  # far below the gradient norm, so that every side clips
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
     "SGD": {"lr": 1e-2, "momentum": 0.9},
@@ -25,18 +28,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """One side of a row: the calls of a loop after the backward pass, and their objects."""
+    """The work of a training loop after its backward pass, as one side does it."""
 
     params: list[Parameter]
     optimizer: torch.optim.Optimizer
     step: Step
-    average: Any = None  # of the weights, which follows the optimizer as long as it is held
+    average: Any = None  # WeightAverage; would stop following the optimizer if it were dropped
 
 
 def make_params(
     work: Work, shapes: ShapeList, device: torch.device, spread: float = 1e-2
 ) -> list[Parameter]:
-    """Makes the parameters of one side and their gradients, of a standard deviation of `spread`."""
+    """Makes normally distributed parameters and gradients with standard deviation ``spread``."""
     generator = torch.Generator(device).manual_seed(0)
     params = []
     for size in shapes.sizes:
@@ -47,7 +50,7 @@ def make_params(
 
 
 def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
-    """Makes optimizer and scaler of one side, a key of ``SIDES``."""
+    """Makes the optimizer, scaler and step of ``side``, a key of ``SIDES``."""
     options: dict[str, Any] = dict(OPTIONS[work.optimizer])
     if side in ("ours", "in_float32", "swa_utils"):
         if side == "in_float32":
@@ -55,7 +58,7 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         options |= {"master_weights": work.masters, "state_dtype": work.state_dtype}
         options["max_grad_norm"] = MAX_NORM if work.clip else None
         if not work.masters and work.state_dtype == torch.float32:
-            options["rounding"] = "nearest"  # as all others round
+            options["rounding"] = "nearest"  # like the other sides
         optimizer = getattr(amp_ext.optim, work.optimizer)(params, **options)
         step = scaled(work, params, optimizer, amp_ext.GradScaler)
         if side == "swa_utils":
@@ -80,14 +83,14 @@ def scaled(
     optimizer: Any,
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler,
 ) -> Step:
-    """Returns a step under a scaler whose scale stays 1, or under none.
+    """Returns a step of ``optimizer``, under a gradient scaler if ``work`` has one.
 
-    torch divides the stored gradients by the scale in every step, and ours leaves them as they are.
-    With a scale of 1 both find the same gradients again.
+    The scale stays 1, because the step is repeated with the same gradients. torch's scaler unscales
+    the stored gradients in each step and ours does not; with a scale of 1, neither changes them.
     """
     scaler = scaler_class(params[0].device.type, init_scale=1.0, growth_interval=2**30)
-    scaler.scale(params[0].new_zeros(()))  # makes the scaler's tensors
-    clips = work.clip and scaler_class is torch.amp.GradScaler  # ours clips in the step
+    scaler.scale(params[0].new_zeros(()))  # creates the scaler's tensors
+    clips = work.clip and scaler_class is torch.amp.GradScaler  # our optimizer clips in its step
 
     def step() -> None:
         if clips and work.scaler:
@@ -104,7 +107,7 @@ def scaled(
 
 
 def averaged(params: list[Parameter], step_params: Step) -> Step:
-    """Returns the step with an average of the weights as torch takes it."""
+    """Returns the step followed by torch's exponential moving average of the weights."""
     model = torch.nn.Module()
     model.params = torch.nn.ParameterList(params)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -117,7 +120,7 @@ def averaged(params: list[Parameter], step_params: Step) -> Step:
 
 
 def by_hand(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns the loop around masters as people write it."""
+    """Returns a step with the usual hand-written loop: copy gradients, step masters, copy back."""
 
     @torch.no_grad()
     def step() -> None:

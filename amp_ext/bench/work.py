@@ -1,4 +1,4 @@
-"""The rows of the benchmark: the work of a step, its parameters, and the sides that do it."""
+"""Lists the rows of the benchmark: the work of a step, its parameters, and its implementations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 STATES = {
     torch.float32: "32-bit states",
-    None: "16-bit states",  # in the parameter's dtype, to nearest: as torch
-    torch.bfloat16: "bf16 states",  # dithered
+    None: "16-bit states",  # in the parameter's dtype, rounded to nearest, as torch does
+    torch.bfloat16: "bf16 states",  # dithered: rounded up in a share of the steps
     "8bit-bf16": "8bit-bf16 states",
     "8bit": "8bit states",
 }
 
-#: The sides of a row, and their names in tables. "by_hand" is a loop around float32 masters that
-#: torch's fused optimizer steps, "in_float32" is our step with float32 masters and moments, and
-#: "swa_utils" is our step and an average of weights by torch.
+#: The sides of a row (the implementations that are compared), and their names in tables. "by_hand"
+#: is a hand-written loop with float32 masters and torch's fused optimizer, "in_float32" is our step
+#: with float32 masters and moments, and "swa_utils" is our step with torch's average of weights.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -33,16 +33,16 @@ SIDES = {
 
 @dataclass(frozen=True)
 class Work:
-    """One step of a scaler and an optimizer on gradients that are there.
+    """The work of one step of a scaler and an optimizer, without the backward pass.
 
     Attributes:
-        optimizer: "AdamW", or "SGD", which has momentum here.
-        dtype: Dtype of parameters and gradients.
-        scaler: Whether a gradient scaler does the step.
-        clip: Whether gradients are clipped by their norm.
-        masters: Our option ``master_weights``.
-        state_dtype: Our option of this name.
-        average: Whether an average of the weights follows the step.
+        optimizer: "AdamW" or "SGD" (with momentum).
+        dtype: The dtype of parameters and gradients.
+        scaler: Whether the step runs under a gradient scaler.
+        clip: Whether the gradients are clipped by their norm.
+        masters: The option ``master_weights`` of our optimizers.
+        state_dtype: The option ``state_dtype`` of our optimizers.
+        average: Whether the step updates an exponential moving average of the weights.
     """
 
     optimizer: str
@@ -55,7 +55,7 @@ class Work:
 
     @property
     def has_masters(self) -> bool:
-        """Whether there is a float32 master of each parameter."""
+        """Whether each parameter has a float32 master."""
         return self.masters is True and self.dtype != torch.float32
 
     @property
@@ -78,17 +78,17 @@ class Work:
         if self.average:
             return ["ours", "swa_utils"]
         if self.state_dtype not in (torch.float32, None) or isinstance(self.masters, str):
-            return ["ours", "in_float32"]  # torch keeps nothing in so little memory
+            return ["ours", "in_float32"]  # torch has no such low-memory states
         if self.has_masters:
             return ["ours", "by_hand"]
-        # Without options torch takes foreach on a GPU, one operation after the other on a CPU. Both
-        # take most of the time of a run, and so stand in some rows only.
+        # torch's default is foreach on a GPU and a loop over single tensors on a CPU. Both sides
+        # are slow and would take most of the benchmark's time, so only some rows have them.
         return ["ours", "fused", *(["foreach", "default"] if self == ADAMW else [])]
 
 
 ADAMW = Work("AdamW", torch.float32, scaler=True)
 
-#: Work that is timed on every list of shapes.
+#: Kinds of work that are timed on every list of shapes.
 FEATURED = [
     ADAMW,
     Work("AdamW", torch.float32, scaler=True, clip=True),
@@ -100,8 +100,9 @@ FEATURED = [
 
 AVERAGED = Work("AdamW", torch.float32, average=True)
 
-#: Work in less memory than float32 takes, timed beside our step in float32, and torch's way.
+#: State dtypes that take less memory than float32.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
+#: Work in less memory than float32. The last entry rounds everything to nearest, as torch does.
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
     *(
@@ -116,26 +117,26 @@ LOW_MEMORY = [
 
 @dataclass(frozen=True)
 class ShapeList:
-    """The shapes of parameters, and their name in the tables."""
+    """The shapes of the parameters, with a name for the tables."""
 
     name: str
     sizes: tuple[tuple[int, ...], ...]
-    many_small: bool = False  # whether the time is the host's, not the memory's
+    many_small: bool = False  # whether the host's overhead dominates, not memory bandwidth
 
     @property
     def elements(self) -> int:
-        """Number of elements of all tensors."""
+        """The total number of elements."""
         return sum(map(math.prod, self.sizes))
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns tensors of one size, in rows of 32, the elements of a block with one exponent."""
+    """Returns ``count`` shapes of ``size`` elements, in rows of 32: a block of 8-bit states."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size // 32, 32),) * count, size < 1000)
 
 
 def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
-    """Returns the rows for a device, "cpu" or "cuda": work, each with its parameters."""
+    """Returns the rows for device type "cpu" or "cuda": pairs of work and shapes."""
     if device_type == "cpu":
         large = [uniform(4, 8_000_000), uniform(300, 100_000), uniform(1, 64_000_000)]
     else:
@@ -148,5 +149,5 @@ def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
 
 
 def row_name(work: Work, shapes: ShapeList) -> str:
-    """Returns the name that ``--filter`` searches, in letters that keyboards have."""
+    """Returns the name that ``--filter`` searches, with "x" for "×", which is hard to type."""
     return f"{work.name}, {shapes.name}".replace("×", "x")

@@ -1,1 +1,1 @@
-"""What is installed, whether it works, and the line to type if not: ``python -m amp_ext.info``."""
+"""Shows the installation, whether it works, and how to repair it: ``python -m amp_ext.info``."""

@@ -1,7 +1,7 @@
-"""The command line of the information.
+"""The command line that shows how amp_ext is installed and whether it works.
 
-python -m amp_ext.info            # versions, build, processor, GPUs, and what is wrong
-python -m amp_ext.info --check    # and a few real steps on each device, beside torch's
+python -m amp_ext.info            # versions, build, processor, GPUs, and problems
+python -m amp_ext.info --check    # also compares a few real steps on each device with torch's
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_ext.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what amp_ext is and what is wrong with it; returns 1 if something does not work."""
+    """Prints facts about the installation and its problems; returns 1 if there is a problem."""
     options = _parser().parse_args(arguments)
     for label, text in facts.describe():
         _print_fact(label, text)
@@ -61,11 +61,11 @@ def _print_fact(label: str, text: str) -> None:
 
 
 def _error_of_loading() -> str:
-    """Returns why the compiled module does not load, or nothing."""
+    """Returns why the compiled module does not load, or an empty string if it loads."""
     try:
         ops.cpu_isa()
     except (ImportError, RuntimeError) as error:
-        # The line to type follows from the cause and is more exact than the error's.
+        # Drops the error's advice, because the advice that follows from the cause is more exact.
         return str(error).splitlines()[0].partition(" Rebuild: ")[0].partition(" Build it: ")[0]
     return ""
 
@@ -79,7 +79,7 @@ def _unused_gpu() -> list[str]:
 
 
 def _take_steps() -> list[str]:
-    """Takes real steps on each device, prints whether they work, and returns what does not."""
+    """Takes real steps on each device, prints whether they work, and returns the problems."""
     problems = []
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in (torch.device("cpu"), *gpus):

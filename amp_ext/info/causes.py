@@ -1,4 +1,4 @@
-"""Why a compiled module does not work: a table of causes, how each is recognised, and its cure."""
+"""Maps errors of the compiled module to their causes, and to the command that repairs each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from amp_ext.info.facts import ISA_VARIABLE, PACKAGE
 
 
 class Cause(NamedTuple):
-    """One row of the table: a cause and its cure.
+    """A cause of errors, and the command that repairs it.
 
     Attributes:
-        signs: Regular expression that finds the cause in an error's text.
-        text: The cause in words.
-        setting: Environment variable to set for a rebuild, where a plain rebuild does not help.
-        command: Line to type instead of a rebuild.
+        signs: A regular expression that matches the error messages of this cause.
+        text: A description of the cause.
+        setting: An environment variable with its value, if a plain rebuild does not help.
+        command: A command to run instead of a rebuild.
     """
 
     signs: str
@@ -28,18 +28,18 @@ class Cause(NamedTuple):
     command: str = ""
 
     def line(self, capabilities: Sequence[str]) -> str:
-        """Returns the line to type.
+        """Returns the command that repairs the installation.
 
         Args:
-            capabilities: Compute capabilities of the GPUs, ["9.0"].
+            capabilities: The compute capabilities of the GPUs, such as ["9.0"].
         """
         return self.command or rebuild_line(self.setting.format(";".join(capabilities)))
 
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
-# Causes that a message does not name itself. The first one whose signs are seen counts, so certain
-# causes stand before likely ones.
+# Causes that error messages do not name themselves. `recognise` takes the first match, so a cause
+# that is certain comes before one that is only likely.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",
@@ -80,22 +80,22 @@ CAUSES = (
 
 
 def recognise(seen: str) -> Cause:
-    """Returns the first cause whose signs are seen, or one without a text if there is none.
+    """Returns the first cause that matches, or a cause without text if none matches.
 
     Args:
-        seen: Text of an error, with other facts that were found.
+        seen: The text of an error, or of another problem.
     """
     found = (cause for cause in CAUSES if re.search(cause.signs, seen))
     return next(found, Cause("", ""))
 
 
 def rebuild_line(setting: str = "") -> str:
-    """Returns the line that builds the extension anew for this Python.
+    """Returns the command that rebuilds the extension for this Python.
 
-    The line builds in place if the package lies in its source folder, and otherwise calls pip.
+    The command builds in place if the package is in its source folder, and otherwise calls pip.
 
     Args:
-        setting: Environment variable to set, ``AMP_EXT_CUDA=1``.
+        setting: An environment variable to set for the build, such as ``AMP_EXT_CUDA=1``.
     """
     setting, python = setting and f"{setting} ", shlex.quote(sys.executable)
     if (PACKAGE.parent / "Makefile").is_file():

@@ -1,4 +1,4 @@
-"""A few real iterations of mixed precision, beside torch's own, to see that they work."""
+"""Checks that amp_ext works: runs a few mixed-precision iterations and compares with torch's."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Trains a tiny model with our scaler and AdamW and compares it with torch's result.
+    """Trains a tiny model with our scaler and AdamW and compares the result with torch's.
 
-    ``scale``, ``backward``, ``step`` and ``update`` run four times; the second time the gradients
-    overflow.
+    Runs ``scale``, ``backward``, ``step`` and ``update`` four times. In the second iteration, the
+    gradients overflow.
 
     Args:
-        device: Device to train on.
-        dtype: Dtype of the parameters. torch's side keeps float32 masters by hand.
+        device: The device to train on.
+        dtype: The dtype of the parameters. torch's optimizer steps float32 masters, which are
+            copied into them.
 
     Returns:
-        The fault in words, or None.
+        A description of the fault, or None if there is none.
     """
     try:
         start = torch.linspace(-2, 2, 67).to(device, dtype)
@@ -32,11 +33,11 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
         torchs_param, torchs_scale = _train(
             torch.optim.AdamW, torch.amp.GradScaler, start, start.float()
         )
-    except Exception as error:  # any error is the answer
+    except Exception as error:  # any exception is a fault to report
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if scale != torchs_scale:
         return f"the loss scale is {scale:g}, torch's {torchs_scale:g}"
-    # A few roundings of the stored number, each of half an eps.
+    # Allows for eight roundings to dtype, each by at most half of eps.
     limit = 4 * torch.finfo(dtype).eps * torchs_param.abs().max().item()
     worst = (param - torchs_param).abs().max().item()
     if not worst <= limit:
@@ -45,19 +46,20 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def check_division(device: torch.device) -> str | None:
-    """Compares the fast square roots and quotients of the CUDA kernels with exact ones.
+    """Compares the fast square roots and quotients of the CUDA kernels with exact results.
 
-    The kernels refine approximations of the GPU, which no standard describes. Takes milliseconds.
+    The kernels refine approximate instructions of the GPU. No standard specifies the results of
+    these, so they are checked on each GPU. Takes milliseconds.
 
     Args:
         device: A GPU.
 
     Returns:
-        The fault in words, or None.
+        A description of the fault, or None if there is none.
     """
     try:
         roots, reciprocals, quotients = ops.count_division_errors(device, 1).tolist()
-    except Exception as error:  # any error is the answer
+    except Exception as error:  # any exception is a fault to report
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if roots or reciprocals or quotients:
         return (
@@ -70,7 +72,11 @@ def check_division(device: torch.device) -> str | None:
 def _train(
     optimizer_class: Any, scaler_class: Any, start: Tensor, stepped: Tensor
 ) -> tuple[Tensor, float]:
-    """Returns a parameter after four iterations, which follows the stepped one, and the scale."""
+    """Runs four iterations and returns the resulting parameter and loss scale.
+
+    The optimizer steps ``stepped``, which may be a float32 master. After each step its value is
+    copied into the parameter, which has the dtype of ``start``.
+    """
     param, stepped = start.clone(), torch.nn.Parameter(stepped.clone())
     optimizer = optimizer_class([stepped], lr=0.1)
     scaler = scaler_class(param.device.type, 256.0)

@@ -1,4 +1,4 @@
-"""Versions, build, processor and GPUs, as far as they can be told without the compiled module."""
+"""Collects versions, build, processor and GPUs; works even if the compiled module doesn't load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ISA_VARIABLE = "AMP_EXT_CPU_ISA"
 
 
 def gpus() -> list[tuple[str, str]]:
-    """Returns the name of each GPU that torch sees, and its compute capability, such as 9.0."""
+    """Returns the name and the compute capability, such as "9.0", of each GPU that torch sees."""
     return [
         (
             torch.cuda.get_device_name(index),
@@ -30,13 +30,13 @@ def gpus() -> list[tuple[str, str]]:
 
 
 def read_build() -> dict[str, Any] | None:
-    """Returns what the build noted beside the binary, or None if there is no note."""
+    """Returns the content of ``_build_info.json``, which a build writes, or None without one."""
     file = PACKAGE / "_build_info.json"
     return json.loads(file.read_text()) if file.exists() else None
 
 
 def describe() -> Iterator[tuple[str, str]]:
-    """Yields the facts, each with its label."""
+    """Yields pairs of a label and a fact about the installation."""
     yield "amp_ext", f"{amp_ext.__version__} in {PACKAGE}"
     yield "torch", f"{torch.__version__}, {_with_cuda(torch.version.cuda)}"
     yield "Python", platform.python_version()

@@ -1,7 +1,7 @@
-"""How much memory training takes: parameters, masters, gradients and optimizer states in bytes.
+"""Computes how many bytes parameters, masters, gradients and optimizer states take in training.
 
-The sizes are those of all that lives from one step to the next, to the byte. :data:`NOT_COUNTED`
-says what they leave out.
+The sizes are exact and count everything that persists between steps. :data:`NOT_COUNTED` lists the
+memory that they leave out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = [
     "training_memory",
 ]
 
-# The states of each optimizer, of the size of the parameter, by their codes of 8 bits: with an
-# exponent for each block ("q8m", "q8s"), without ("q8h"), or none ("").
+# Maps each optimizer to the 8-bit formats of its states. Every state has an element for each
+# parameter element. "q8m" and "q8s" share an exponent per block, "q8h" has no exponents, and a
+# state with "" has no 8-bit format.
 _STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("q8h", "q8s"),
     "adam": ("q8h", "q8s"),
@@ -40,7 +41,7 @@ _STATES: dict[str, tuple[str, ...]] = {
     "momentum": ("q8m",),
 }
 
-#: How many states each optimizer keeps, of the size of the parameter.
+#: Maps each optimizer to its number of states of the parameter's size.
 OPTIMIZERS = {name: len(states) for name, states in _STATES.items()}
 
 #: Memory that the sizes leave out.
@@ -55,10 +56,10 @@ NOT_COUNTED = (
 
 _COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_BLOCK = 32  # elements with one exponent
+_BLOCK = 32  # elements of a block, which share an exponent
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-# Bytes of a master beside an element of a 16-bit parameter, by the option ``master_weights``.
+# Maps the option ``master_weights`` to the bytes that a master adds to a 16-bit parameter element.
 _MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 
 
@@ -67,12 +68,13 @@ class Configuration:
     """The dtypes in which a model is trained.
 
     Attributes:
-        name: Name in the table.
-        dtype: Dtype of floating parameters, gradients and buffers; None leaves a model's as they
-            are. bfloat16 stands for both 16-bit dtypes.
-        master_weights: The option of amp_ext's optimizers.
-        state_dtype: The option of amp_ext's optimizers; torch's optimizers do as ours without
-            masters and with None. AMSGrad has no states of 8 bits.
+        name: The name in the table.
+        dtype: The dtype of floating-point parameters, gradients and buffers. bfloat16 stands for
+            both 16-bit dtypes. None keeps the dtypes of the model.
+        master_weights: The option ``master_weights`` of amp_ext's optimizers.
+        state_dtype: The option ``state_dtype`` of amp_ext's optimizers. torch's optimizers
+            correspond to ``master_weights=False`` and ``state_dtype=None``. AMSGrad has no 8-bit
+            states.
     """
 
     name: str
@@ -82,7 +84,7 @@ class Configuration:
 
     @property
     def options(self) -> str:
-        """Options to give to amp_ext's optimizers, as Python."""
+        """The keyword arguments for amp_ext's optimizers, as Python source."""
         given = []
         if self.master_weights is not True:
             given.append(f"master_weights={self.master_weights!r}")
@@ -103,7 +105,7 @@ _KINDS: tuple[tuple[str, torch.dtype, Any, tuple[Any, ...]], ...] = (
     ("16-bit + split8 masters", torch.bfloat16, "split8", _STATES_OF_OURS[1:]),
 )
 
-#: The rows that :func:`training_memory` returns.
+#: Configurations that :func:`training_memory` compares.
 CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
     *(
@@ -116,14 +118,15 @@ CONFIGURATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUsage:
-    """The bytes that one configuration takes.
+    """The memory of one configuration.
 
     Attributes:
-        configuration: The dtypes.
-        parameter_count: Number of parameters, with those that require no gradient.
-        bytes: Sizes of ``parameters``, of ``masters`` (of split ones the part beside the
-            parameters), of ``gradients`` (one for each trainable parameter, in its dtype), of the
-            optimizer's ``states`` without masters, of a model's ``buffers``, and the ``total``.
+        configuration: The dtypes of the training.
+        parameter_count: The number of parameter elements, including frozen parameters.
+        bytes: Sizes in bytes by name: ``parameters``; ``masters`` (for split masters, only the
+            residuals that are stored in addition to the parameters); ``gradients`` (for each
+            trainable parameter, in its dtype); the optimizer's ``states`` without masters; a
+            model's ``buffers``; and the ``total``.
     """
 
     configuration: Configuration
@@ -132,40 +135,40 @@ class MemoryUsage:
 
     @property
     def total(self) -> int:
-        """The sum of all bytes."""
+        """The sum of all sizes in bytes."""
         return self.bytes["total"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Elements:
-    """Elements of a parameter or a buffer, or of parameters that are alike."""
+    """The elements of a parameter or buffer, or of several parameters that are alike."""
 
     dtype: torch.dtype
-    number: int
+    number: int  # number of elements
     is_trained: bool = False
-    has_blocks: bool = False  # in 8-bit states
+    has_blocks: bool = False  # whether 8-bit states of the parameter are quantized blockwise
 
 
 def training_memory(
     model: nn.Module | int | float | str, optimizer: str = "adamw"
 ) -> list[MemoryUsage]:
-    """Returns the memory that training takes, by configuration.
+    """Returns the memory that training takes in each configuration.
 
-    Frozen parameters have neither gradient, master nor state; tied ones count once. A model is
-    never changed and may be on the meta device, where it takes no memory itself.
+    Frozen parameters have no gradient, master or state. Tied parameters count once. The model is
+    not changed. It may be on the meta device, where it takes no memory itself.
 
     Args:
-        model: A model, or a number of parameters, all of them trained, as :func:`parse_count` takes
-            it.
-        optimizer: A name of :data:`OPTIMIZERS`.
+        model: A model, or a number of trainable parameter elements in any form that
+            :func:`parse_count` accepts.
+        optimizer: A key of :data:`OPTIMIZERS`.
 
     Returns:
-        One row for each of :data:`CONFIGURATIONS` that the optimizer has: what the model would take
-        if all its floating parameters and buffers had that dtype. Before them, for a model, one row
-        with its own dtypes under amp_ext's optimizers.
+        The memory for each of :data:`CONFIGURATIONS` that the optimizer supports, with all floating
+        parameters and buffers converted to its dtype. If ``model`` is a model, the first entry
+        describes it with its own dtypes and the default options of amp_ext's optimizers.
 
     Raises:
-        ValueError: If the optimizer is unknown or the number is none.
+        ValueError: If the optimizer is unknown or ``model`` is not a valid number.
 
     Example:
         >>> with torch.device("meta"):
@@ -192,7 +195,7 @@ def training_memory(
         rows.insert(0, _AS_IT_IS)
     else:
         params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_blocks=True)]
-    refused = CODED_STATES if optimizer == "amsgrad" else ()  # no code for its maximum
+    refused = CODED_STATES if optimizer == "amsgrad" else ()  # its maximum has no 8-bit format
     return [
         _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
     ]
@@ -229,25 +232,32 @@ def _usage(
 
 
 def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
-    """Returns the bytes of one state, which in 8 bits may have an exponent for each block."""
+    """Returns the bytes of one state, including the exponents of its blocks.
+
+    Args:
+        each: The elements of the parameter.
+        dtype: The dtype of the state, or one of :data:`CODED_STATES`.
+        code: The 8-bit format of the state, from ``_STATES``.
+    """
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize
     if code == "q8h":
         return each.number
-    # Without blocks a moment is in bfloat16, as are roots with "8bit-bf16".
+    # A moment that can't be quantized blockwise is stored in bfloat16. So are the roots of second
+    # moments with "8bit-bf16".
     if not code or not each.has_blocks or (code == "q8s" and dtype != "8bit"):
         return 2 * each.number
     return each.number + -(-each.number // _BLOCK)
 
 
 def parse_count(text: int | float | str) -> int:
-    """Reads a number of parameters: 7B, 124M, 1.3e9, 7_000_000_000 or 7,000,000,000.
+    """Parses a number of parameters: 7B, 124M, 1.3e9, 7_000_000_000 or 7,000,000,000.
 
     Args:
-        text: The number; K, M, B and T stand for thousands, millions, billions and trillions.
+        text: The number. The suffixes K, M, B and T mean thousand, million, billion and trillion.
 
     Raises:
-        ValueError: If the text is no whole number from 1 to 10**18.
+        ValueError: If ``text`` is not a whole number from 1 to 10**18.
     """
     match = _COUNT.fullmatch(str(text).strip())
     if match:

@@ -1,6 +1,6 @@
 """The command line of the memory calculator.
 
-python -m amp_ext.memory 7B                            # AdamW, by configuration
+python -m amp_ext.memory 7B                            # all configurations of AdamW
 python -m amp_ext.memory 1.3e9 --optimizer lion
 """
 
@@ -17,7 +17,7 @@ _PARTS = ("parameters", "masters", "gradients", "states", "total")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table; returns the exit code. Bad input exits with 2."""
+    """Prints the table and returns the exit code. Exits with code 2 if the input is invalid."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

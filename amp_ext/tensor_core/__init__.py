@@ -1,8 +1,8 @@
-"""Says which dimensions of a model keep fp16 and bf16 matrix products from full Tensor Core speed.
+"""Finds dimensions of a model that keep fp16 and bf16 matrix products from full Tensor Core speed.
 
-Matrices are read 16 bytes at a time, so a dimension should be a multiple of 8 elements of 16 bits.
-The vocabulary, mostly the largest dimension and the easiest to pad, is held against 64: 128 bytes,
-which serve an A100 best.
+Tensor Cores read matrices in pieces of 16 bytes, so a dimension should be a multiple of 8 elements
+of 16 bits. The vocabulary is usually the largest dimension and the easiest to pad. It should be a
+multiple of 64 elements (128 bytes), which is the most efficient on an A100.
 
 Reference:
     NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001), part of the Deep
@@ -23,10 +23,10 @@ from amp_ext.plain_numbers import is_count, plain
 
 __all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "tensor_core_advice"]
 
-MULTIPLE = 16 // 2  # bytes of an access, bytes of an element
+MULTIPLE = 16 // 2  # bytes of an access / bytes of an element
 VOCABULARY_MULTIPLE = 128 // 2
 
-# The sizes of each kind of layer.
+# Layer classes that compute matrix products or look up embeddings, and their size attributes.
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -40,7 +40,7 @@ _SIZES: dict[Any, tuple[str, ...]] = {
     (nn.RNNBase, nn.RNNCellBase): ("input_size", "hidden_size"),
 }
 
-# The names of a configuration.
+# Names of dimensions in Hugging Face configurations.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads"),
@@ -59,11 +59,12 @@ class Advice:
     """A dimension that should be padded.
 
     Attributes:
-        dimension: Its name; ``*`` stands for the number of a layer where several are alike.
-        layers: Number of layers that are alike.
-        size: Present size.
-        multiple: Number that should divide the size.
-        padded: Next larger size that this number divides.
+        dimension: The name of the dimension, such as ``layers.*.up.out_features``. ``*`` replaces
+            the index of the layer if several layers have the same advice.
+        layers: The number of these layers.
+        size: The present size.
+        multiple: The number that the size should be a multiple of.
+        padded: The next larger multiple.
     """
 
     dimension: str
@@ -74,24 +75,27 @@ class Advice:
 
 
 def tensor_core_advice(model: nn.Module | Mapping[str, Any] | Any) -> list[Advice]:
-    """Returns the dimensions of matrix products that are not multiples, with padded sizes.
+    """Returns the dimensions of matrix products that should be padded, with their padded sizes.
 
-    The dimensions of a model are the sizes of linear layers, convolutions (for each group),
-    embeddings, attention and recurrent layers. The vocabulary is the largest number of embeddings,
-    from 64 on, that a linear layer gives out as well, or else the largest one. Other embeddings are
-    only looked up and need no padding. The dimensions of a configuration have Hugging Face's names
-    (``hidden_size``, ``n_embd``, ``vocab_size`` ...), also in configurations inside it.
+    In a model, the checked dimensions are the sizes of linear layers, convolutions (per group),
+    embeddings, attention and recurrent layers. The vocabulary is the largest ``num_embeddings``, of
+    at least 64, for which a linear layer maps the embedding's width back to that size. If no linear
+    layer does, it is the largest of all. The size of another embedding table needs no padding,
+    because its rows are only looked up.
 
-    A width that heads share is padded until the share of each head is a multiple; in a model, so is
-    every dimension that is as large as the width of its attention.
+    In a configuration, the checked dimensions have Hugging Face's names (``hidden_size``,
+    ``n_embd``, ``vocab_size`` ...), also in nested configurations.
+
+    If attention heads share a width, the width of each head must be a multiple, too. In a model,
+    this applies to every dimension of the same size as the attention's width.
 
     Args:
-        model: A model, which is not changed and may be on the meta device, a mapping, or a
-            configuration with ``to_dict()``.
+        model: A model, a mapping, or a configuration with ``to_dict()``. A model is not changed and
+            may be on the meta device.
 
     Raises:
-        TypeError: If ``model`` is none of these.
-        ValueError: If a size is no positive int, or no name of a mapping is understood.
+        TypeError: If ``model`` has another type.
+        ValueError: If a size is not a positive int, or a mapping has none of the known names.
 
     Example:
         >>> for advice in amp_ext.tensor_core.tensor_core_advice({"vocab_size": 50257}):
@@ -102,19 +106,20 @@ def tensor_core_advice(model: nn.Module | Mapping[str, Any] | Any) -> list[Advic
 
 
 def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
-    """Yields the advice on a size, if there is any."""
+    """Yields an advice if ``size`` is not a multiple of ``multiple``."""
     if size % multiple:
         yield Advice(dimension, 1, size, multiple, -(-size // multiple) * multiple)
 
 
 def _multiple_of_vocabulary(size: int) -> int:
-    """Returns the number that should divide a vocabulary; a small one is as any dimension."""
+    """Returns the multiple for a vocabulary. A small vocabulary counts as any other dimension."""
     return VOCABULARY_MULTIPLE if size >= VOCABULARY_MULTIPLE else MULTIPLE
 
 
 def _of_model(model: nn.Module) -> Iterator[Advice]:
     vocabulary = _vocabulary(model)
-    heads: dict[int, int] = {}  # by the width they share, which layers around have too
+    # Maps the width of attention layers to the least common multiple of their numbers of heads.
+    heads: dict[int, int] = {}
     parts: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -125,12 +130,12 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
         names = next((names for kind, names in _SIZES.items() if isinstance(module, kind)), ())
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
         if module in parts or (groups > 1 and groups == module.in_channels):
-            continue  # a depthwise convolution has no product
+            continue  # checked with its attention layer, or depthwise: no matrix product
         for name in names:
             size = getattr(module, name) // groups
             is_vocabulary = size == vocabulary and name in ("num_embeddings", "out_features")
             if name == "num_embeddings" and not is_vocabulary:
-                continue  # rows that are only looked up are in no product
+                continue  # lookups are no matrix products
             yield from _pad(
                 f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
                 size,
@@ -141,7 +146,7 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
 def _vocabulary(model: nn.Module) -> int:
     """Returns the size of the vocabulary, or 0 if there is none.
 
-    Few embeddings, or as many as they are wide, are of another kind: types of tokens, positions.
+    Ignores embedding tables that are small or square, because they hold token types or positions.
     """
     tables = {
         (each.embedding_dim, each.num_embeddings)
@@ -155,7 +160,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _inside(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields a configuration and those inside it, each with its path."""
+    """Yields a configuration and all nested ones, each with the prefix of its names."""
     yield prefix, config
     for name, inner in config.items():
         if isinstance(inner, Mapping):
@@ -182,7 +187,7 @@ def _of_config(model: Any) -> Iterator[Advice]:
                 raise ValueError(
                     f"tensor_core_advice: {prefix}{name} must be a positive int, got {size!r}"
                 )
-        shared_by = 1  # heads
+        shared_by = 1  # least common multiple of the numbers of heads that share the width
         for name in _HEADS if named.keys().isdisjoint(_HEAD_WIDTHS) else ():
             shared_by = math.lcm(shared_by, named.get(name, 1))
         for name, size in named.items():
@@ -194,7 +199,7 @@ def _of_config(model: Any) -> Iterator[Advice]:
 
 
 def _joined(rows: Iterable[Advice]) -> list[Advice]:
-    """Joins rows that differ in the number of their layer only."""
+    """Merges advice that differs only in the index of the layer."""
     joined: dict[tuple[str, int, int], Advice] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.dimension)

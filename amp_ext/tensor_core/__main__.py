@@ -1,7 +1,7 @@
-"""The command line of the advice on Tensor Cores.
+"""The command line that finds dimensions which slow down Tensor Cores.
 
-python -m amp_ext.tensor_core config.json                    # as Hugging Face has it
-python -m amp_ext.tensor_core config.json vocab_size=50257   # with a change
+python -m amp_ext.tensor_core config.json                    # a Hugging Face configuration
+python -m amp_ext.tensor_core config.json vocab_size=50257   # the same with one value replaced
 python -m amp_ext.tensor_core n_embd=768 n_head=12 vocab_size=50257
 """
 
@@ -19,7 +19,7 @@ from amp_ext.tensor_core import MULTIPLE, VOCABULARY_MULTIPLE, tensor_core_advic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table; returns the exit code, 0 whatever the advice. Bad input exits with 2."""
+    """Prints the advice as a table; returns 0. Exits with code 2 if the input is invalid."""
     parser = _parser()
     try:
         config: dict[str, Any] = {}

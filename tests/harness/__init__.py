@@ -1,38 +1,40 @@
-"""What tests share: `from harness.rows import rows`.
+"""Modules that the tests share: `from harness.rows import rows`.
 
-Rows, and what results are held against:
+Inputs and expected results:
 
-* `edge_shapes`: sizes, layouts and dtypes that kernels get wrong.
-* `rows`: rows of parametrized tests as a table.
+* `edge_shapes`: sizes, layouts and dtypes that kernels often get wrong.
+* `edge_numbers`: steps over values at the limits of number formats and formulas.
+* `rows`: a helper that writes the cases of parametrized tests as a table.
 * `reference`: the formulas of the optimizers in plain torch float64, and tolerances.
-* `number_codes`: the codes of low-memory states in plain torch.
-* `hashes`: numbers that are the same on every machine, and hashes of what comes of them.
+* `number_codes`: quantization of low-memory states in plain torch.
+* `hashes`: values that are the same on every machine, and hashes of results.
+* `other_packages`: checkpoints written by the optimizers of other packages.
 
-What is tested, in tables:
+Tables of test cases:
 
-* `list_operations`: the optimizers' operations over lists of tensors (`OPERATIONS`, `STEPS`).
-* `coded_lists`: lists of a step whose moments have codes of 8 bits.
-* `gradient_lists`: the operations over lists of gradients.
-* `engine_results`: a case of every kernel, for comparison between engines.
+* `list_operations`: the optimizers' operations on lists of tensors (`OPERATIONS`, `STEPS`).
+* `coded_lists`: the tensor lists of a step whose moments are quantized to 8 bits.
+* `gradient_lists`: operations on lists of gradients.
+* `engine_results`: a case for every kernel, to compare the engines bit by bit.
 * `optimizer_cases`: the optimizers (`KINDS`, `OPTIMIZERS`), their parameters and gradients.
-* `clipping_cases`: clipping inside the step and apart from it.
-* `guard_rules`: what a guard of norms decides, in Python.
-* `scaler_cases`: scalers, and one way to step the optimizers under them.
-* `trainer_cases`: small trainings and their parts.
-* `ranks`: ranks of distributed training, and what each checks there.
-* `call_scenarios`: calls as plain values, which Python and C++ do alike.
-* `refused_calls`: calls that Python and C++ refuse alike, with the exception and its text.
+* `clipping_cases`: clipping inside the step and as a separate call.
+* `guard_rules`: the decisions of NormGuard in plain Python.
+* `scaler_cases`: scalers, and a helper that steps optimizers under them.
+* `trainer_cases`: small training runs and their parts.
+* `ranks`: processes of distributed training, and the checks that each rank runs.
+* `call_scenarios`: lists of calls as plain values, which both Python and C++ can run.
+* `refused_calls`: calls that Python and C++ refuse, with the exception and its text.
 
-What goes wrong on purpose:
+Injected failures:
 
-* `launch_failures`: launches and copies that are refused.
+* `launch_failures`: kernel launches and copies that fail.
 * `interrupts`: Ctrl-C at each line of a call.
-* `disk`: a disk on which a save ends in the middle.
+* `disk`: a disk on which a save fails in the middle.
 
-Packages and programs of their own stand beside this one: `state_machine`, `cuda_emulator`,
-`checkpoint_corpus`, `gpu_cases`.
+The packages and programs `state_machine`, `cuda_emulator`, `checkpoint_corpus` and `gpu_cases` are
+in the parent folder.
 """
 
-#: Seconds after which a process counts as hanging. It is far away, so that no test fails because
+#: Seconds after which a process counts as hanging. The limit is high, so that no test fails because
 #: the machine is slow or busy.
 HANGS = 3600
