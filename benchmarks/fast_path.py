@@ -1,10 +1,11 @@
-"""Times steps on a GPU by the fast path beside the general kernels, also where numbers are unusual.
+"""Times optimizer steps on a GPU with the fast-path kernels and with the general kernels.
 
     python benchmarks/fast_path.py --json results/fast_path.json
 
-The two sides are processes of their own, since the environment variable AMP_EXT_CUDA_FAST_PATH is
-read once; they run in turns. Each row is the least time of a step of AdamW, or of the optimizer
-that it names, and its share of the bandwidth of a copy.
+Some rows have unusual values, for which the fast path falls back to the general code. The two sides
+run in separate processes, which take turns, because the environment variable AMP_EXT_CUDA_FAST_PATH
+is read only once. Each row shows the least time of a step of AdamW, or of the optimizer that the
+row names, and its bandwidth relative to a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import amp_ext
 ELEMENTS = 2**28
 SMALL = 2**25
 
-# Options, and the bytes that a step moves for an element.
+# Maps the name of a row to parameter dtype, options, and bytes that a step moves per element.
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "bf16, split8 masters, 8bit": (
         torch.bfloat16,
@@ -79,7 +80,7 @@ UNUSUAL = OF_ADAM[:3]
 
 
 def optimizer_of(form: str, params: list[torch.Tensor]) -> amp_ext.optim.FusedOptimizer:
-    """Returns an optimizer over these parameters, with gradients."""
+    """Returns the optimizer of a row, a key of ``FORMS``, over ``params``."""
     _, options, _ = FORMS[form]
     name = form.split()[0] if form.startswith(("Lion", "SGD")) else "AdamW"
     momentum = {"momentum": 0.9} if name == "SGD" else {}
@@ -87,7 +88,7 @@ def optimizer_of(form: str, params: list[torch.Tensor]) -> amp_ext.optim.FusedOp
 
 
 def drawn(form: str, *shape: int) -> torch.nn.Parameter:
-    """Returns a parameter of a form with a gradient."""
+    """Returns a random parameter with a gradient, in the dtype of a row."""
     dtype = FORMS[form][0]
     param = torch.nn.Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
     param.grad = (torch.randn(shape, device="cuda") * 1e-3).to(dtype)
@@ -104,7 +105,10 @@ def whole(form: str) -> tuple[Callable[[], Any], int]:
 
 
 def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callable[[], Any], int]:
-    """Half of the rows of an embedding have no gradient any more; pruned ones are 0."""
+    """Makes the step of an embedding after ``steps`` zero gradients of every second row.
+
+    The moments of these rows have decayed to tiny values. ``pruned`` also sets their weights to 0.
+    """
     param = drawn(form, SMALL // 1024, 1024)
     optimizer = optimizer_of(form, [param])
     for _ in range(20):
@@ -120,7 +124,7 @@ def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callabl
 
 
 def misaligned(form: str) -> tuple[Callable[[], Any], int]:
-    """A parameter that begins one element behind a boundary of 16 bytes."""
+    """Makes the step of a parameter that begins one element after a 16-byte boundary."""
     values = drawn(form, SMALL + 1)
     param = torch.nn.Parameter(values.detach()[1:])
     param.grad = torch.randn(SMALL, device="cuda").mul_(1e-3).to(param.dtype)
@@ -132,7 +136,7 @@ def many(form: str) -> tuple[Callable[[], Any], int]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Any], int]]]]:
-    """Yields the name of each row and what makes its step."""
+    """Yields the name of each row, and a function that makes its step and number of elements."""
     for form in FORMS:
         yield form, lambda form=form: whole(form)
     for form in UNUSUAL:
@@ -143,7 +147,7 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Any], int]]]]
 
 
 def least_time(step: Callable[[], Any], seconds: float) -> float:
-    """Returns the least milliseconds of a step, measured by events in groups of steps."""
+    """Returns the least milliseconds per step; CUDA events time groups of steps."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def group(steps: int) -> float:
@@ -162,7 +166,7 @@ def least_time(step: Callable[[], Any], seconds: float) -> float:
 
 
 def measure(seconds: float) -> dict[str, float]:
-    """Returns the least milliseconds of each row, and of a copy of ELEMENTS float32 numbers."""
+    """Returns the least milliseconds of each row, and of a copy of ELEMENTS float32 values."""
     found = {}
     for name, make in [("copy", copy), *cases()]:
         torch.manual_seed(0)
@@ -175,7 +179,7 @@ def measure(seconds: float) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measures both sides in turns and prints the table."""
+    """Measures both sides alternately and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")

@@ -1,6 +1,7 @@
-"""Streams of gradients that show what a narrow state does to an optimizer.
+"""Generates sequences of gradients that reveal how low-precision states change an optimizer.
 
-A stream is one parameter's gradients, [steps, rows, columns], in float32 with the bits of bfloat16.
+A stream holds the gradients of one parameter in all steps: float32 of shape [steps, rows, columns],
+rounded to bfloat16 precision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ SHAPE = (64, 64)
 
 
 def scales(decades: float, generator: torch.Generator) -> Tensor:
-    """Sizes around 1e-3 that differ inside every group, evenly in the logarithm."""
+    """Draws gradient magnitudes around 1e-3, log-uniform over ``decades`` powers of ten."""
     return 10 ** (decades * (torch.rand(SHAPE, generator=generator) - 0.5) - 3)
 
 
@@ -27,27 +28,27 @@ def noise(steps: int, generator: torch.Generator) -> Tensor:
 
 
 def falling(decades: float, steps: int, generator: torch.Generator) -> Tensor:
-    """All gradients shrink tenfold at half time, as at the end of a warm-up."""
+    """Generates gradients that shrink tenfold halfway, as at the end of a warm-up."""
     factor = torch.where(torch.arange(steps) < steps // 2, 1.0, 0.1).view(-1, 1, 1)
     return noise(steps, generator) * scales(decades, generator) * factor
 
 
 def ending(steps: int, generator: torch.Generator) -> Tensor:
-    """All gradients are zero from half time on, as those of a part that is no longer used."""
+    """Generates gradients that are zero from halfway on, as of a layer that is no longer used."""
     gradients = noise(steps, generator) * scales(0.5, generator)
     gradients[steps // 2 :] = 0
     return gradients
 
 
 def leaning(steps: int, generator: torch.Generator) -> Tensor:
-    """Gradients whose mean is as large as their noise, as those of a weight that is on its way."""
+    """Generates gradients whose mean is as large as their noise, as far from a minimum."""
     sizes = scales(0.5, generator)
     side = torch.randn(SHAPE, generator=generator).sign()
     return (noise(steps, generator) + side) * sizes
 
 
 def permuted(steps: int, generator: torch.Generator) -> Tensor:
-    """The neighbours in each row exchange their sizes at half time."""
+    """Generates gradients whose magnitudes are permuted within each row halfway."""
     before = scales(1.5, generator)
     order = torch.rand(SHAPE, generator=generator).argsort(dim=1)
     gradients = noise(steps, generator)
@@ -57,19 +58,19 @@ def permuted(steps: int, generator: torch.Generator) -> Tensor:
 
 
 def tiny(steps: int, generator: torch.Generator) -> Tensor:
-    """Sizes around 1e-6 over a decade."""
+    """Generates gradients with magnitudes around 1e-6, spread over one decade."""
     return noise(steps, generator) * scales(1.0, generator) * 1e-3
 
 
 def sparse(period: int, steps: int, generator: torch.Generator) -> Tensor:
-    """Rows that are seen once in so many steps, each in its turn, as those of an embedding."""
+    """Generates gradients like an embedding's: each row is nonzero once per ``period`` steps."""
     turn = torch.arange(SHAPE[0]) * period // SHAPE[0]
     is_seen = torch.arange(steps).view(-1, 1) % period == turn
     return noise(steps, generator) * scales(0.5, generator) * is_seen.unsqueeze(-1)
 
 
 class CharacterModel(nn.Module):
-    """Predicts a character from the two before it: an embedding and two layers."""
+    """Predicts a character from the two before it, by an embedding and two linear layers."""
 
     def __init__(self, characters: int = 48, width: int = 32) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class CharacterModel(nn.Module):
 
 
 def text(generator: torch.Generator, length: int = 20000, characters: int = 48) -> Tensor:
-    """A chain of characters whose frequencies fall as those of words, so that some are rare."""
+    """Draws characters from a Markov chain with Zipf-like frequencies, so that some are rare."""
     frequency = 1 / torch.arange(1, characters + 1) ** 2
     affinity = torch.randn(characters, characters, generator=generator).mul(1.5).exp()
     following = (affinity * frequency).cumsum(dim=1)
@@ -94,7 +95,7 @@ def text(generator: torch.Generator, length: int = 20000, characters: int = 48) 
 
 
 def of_model(steps: int, generator: torch.Generator) -> Tensor:
-    """Those of a small network while it is trained."""
+    """Records the gradients of a small network while it is trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = CharacterModel()
@@ -128,6 +129,6 @@ STREAMS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
 
 @functools.cache
 def gradients(name: str, steps: int = STEPS, seed: int = 0) -> Tensor:
-    """The stream of this name; nobody may write to it."""
+    """Returns the stream with this name. The tensor is cached, so don't write to it."""
     generator = torch.Generator().manual_seed(seed)
     return STREAMS[name](steps, generator).bfloat16().float()

@@ -1,7 +1,7 @@
-"""Compares the optimizers of other packages with ours: 20 steps, and 20 more after loading a file.
+"""Compares other packages' optimizers with ours: 20 steps, then 20 more from their checkpoint.
 
-Prints the table of docs/migration.md, whose functions convert the files. Packages that are not
-installed are left out. The table in the page was made in an environment with::
+Prints the table of docs/migration.md. The functions on that page convert the checkpoints. Packages
+that are not installed are left out. The table on the page was made in an environment with::
 
     pip install torch==2.13.0 bitsandbytes==0.50.2 torch-optimi==0.3.3 flashoptim==0.1.4 \
         lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 heavyball==3.2.1 deepspeed==0.19.8 ninja
@@ -38,12 +38,12 @@ OF_OPTIMI = {"betas": (0.9, 0.99), "eps": 1e-6}
 
 
 class Row(NamedTuple):
-    """One optimizer of another package, and ours in its place."""
+    """One optimizer of another package, and the optimizer of ours that replaces it."""
 
     package: str  # name of the installed distribution
-    theirs: str
-    ours: str
-    file: str  # LOADS, the function of the page, what to delete, or why it does not load
+    theirs: str  # full name of their class
+    ours: str  # name of our class
+    file: str  # LOADS, name of the converting function, keys to delete, or "does not load"
     their_options: Mapping[str, Any] = MappingProxyType({})
     our_options: Mapping[str, Any] = MappingProxyType({})
 
@@ -136,16 +136,16 @@ ROWS = [
 
 
 def functions_of_the_page() -> dict[str, Callable[[Any, str], Any]]:
-    """Returns the functions of docs/migration.md that convert files."""
+    """Returns the functions of docs/migration.md that convert checkpoints, by name."""
     found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         if re.search(r"^def of_(?!megatron)", block, re.MULTILINE):
-            exec(block, found)  # the page's own code, which its tests run too
+            exec(block, found)  # trusted: code of our own documentation
     return found
 
 
 def class_of(path: str) -> Any:
-    """Returns a class by its path. timm's are taken without the rest of timm."""
+    """Imports a class by its full name; imports timm's optimizers without the rest of timm."""
     if path.startswith("timm.") and "timm" not in sys.modules:
         spec = find_spec("timm")
         assert spec is not None
@@ -159,7 +159,7 @@ def class_of(path: str) -> Any:
 
 
 def stepped(param: torch.Tensor, optimizer: torch.optim.Optimizer, first: int) -> torch.Tensor:
-    """Takes steps with the random gradients of those numbers; returns a copy of the parameter."""
+    """Takes 20 steps with random gradients seeded from ``first`` on; returns the new parameter."""
     for number in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(number)
         param.grad = torch.randn(SHAPE, generator=generator)
@@ -180,7 +180,7 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
 
 
 def measured(row: Row) -> tuple[str, str]:
-    """Returns how far 20 steps go apart, and 20 more after a load of their file."""
+    """Returns our relative distance from theirs after 20 steps, and after 20 from their file."""
     options = {"lr": 1e-2, "weight_decay": 0.1}
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
 

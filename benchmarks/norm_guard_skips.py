@@ -1,10 +1,10 @@
-"""How many healthy steps a guard of the norm skips: the table of docs/watching.md.
+"""Measures how many healthy steps a NormGuard skips: the table of docs/watching.md.
 
     PYTHONPATH=. python benchmarks/norm_guard_skips.py  # half a minute
 
-Norms are log-normal, which those of gradients often are nearly: their logarithms have a mean of 0
-and the deviation of the row. None of them is of a bad batch, so every skip is one too many. The
-guard is the one of the package, in the steps of an optimizer with one parameter.
+Gradient norms are drawn from a log-normal distribution, which real norms often resemble. Each row
+of the table has another standard deviation of the logarithm. All batches are healthy, so every skip
+is a false alarm. The guard judges the steps of an optimizer with one parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEPS = 100_000
 
 
 def share_skipped(width: float, sigma_factor: float, steps: int = STEPS) -> float:
-    """Returns the share of steps with healthy norms that a guard skips, once it is warm."""
+    """Returns the fraction of skipped steps after the warm-up, for log-norms of std ``width``."""
     generator = torch.Generator().manual_seed(0)
     norms = (width * torch.randn(steps, generator=generator)).exp()
     param = torch.nn.Parameter(torch.zeros(()))
@@ -33,7 +33,7 @@ def share_skipped(width: float, sigma_factor: float, steps: int = STEPS) -> floa
 
 
 def make_table(steps: int = STEPS) -> str:
-    """Returns the shares in percent."""
+    """Formats the fractions of skipped steps as a table."""
     table = [["width", *(f"{factor:g} deviations" for factor in SIGMA_FACTORS)]]
     for width in WIDTHS:
         shares = [share_skipped(width, factor, steps) for factor in SIGMA_FACTORS]

@@ -1,11 +1,12 @@
-"""Times AdamW beside other packages', after it has compared what each does with float64.
+"""Times AdamW against other packages', after comparing the results of each with float64.
 
 python benchmarks/peers.py --quick                  # large tensors and the smallest model
 python benchmarks/peers.py --out results/peers      # figures, table and picture go there
 python benchmarks/peers.py --device cuda --seconds 150 --out results/peers    # on a GPU
 
-The packages that are installed take part: DeepSpeed (CPU), flashoptim (GPU), bitsandbytes, torchao,
-optimi and heavyball (`make bench-peers`). The files are written again after each row.
+Compares with the installed packages among DeepSpeed (CPU), flashoptim (GPU), bitsandbytes, torchao,
+optimi and heavyball. `make bench-peers` installs all of them. The output files are rewritten after
+each row, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from amp_ext.program import run_program
 CPU = torch.device("cpu")
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
-# Everything that a step of AdamW may keep for bf16 parameters.
+# Work that other packages do as well: float32 parameters, and bf16 parameters with float32 states,
+# with bf16 states, and with float32 masters and states.
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.float32),
     Work("AdamW", torch.bfloat16, masters=False),
@@ -48,8 +50,8 @@ FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.bfloat16),
 ]
 
-# States of AdamW for short memory: 10 and 7 bytes a bf16 parameter, and 8-bit moments of float32
-# parameters.
+# Low-memory work: bf16 parameters with split masters in 10 and in 7 bytes per parameter, and
+# float32 parameters with 8-bit moments.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
     Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),
@@ -68,15 +70,16 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Peer:
-    """A package with an optimizer of its own.
+    """A package that has an AdamW of its own.
 
     Attributes:
-        distribution: What pip calls it.
-        module: What Python calls it.
-        make: Makes its optimizer of the module, the parameters and the work.
-        does: What of ``BESIDE_PEERS`` and ``LOW_MEMORY`` it does as it is asked.
-        differs: What it does with less than was asked for: in 8 bits, or without a master.
-        devices: The types of devices on which it runs.
+        distribution: The name of the package for pip.
+        module: The name of the module to import.
+        make: Returns the package's optimizer, given the module, the parameters and the work.
+        does: The work of ``BESIDE_PEERS`` and ``LOW_MEMORY`` that the package does exactly.
+        differs: The work that the package does with less precision, such as in 8 bits or without
+            masters.
+        devices: The device types on which the package runs.
     """
 
     distribution: str
@@ -87,7 +90,7 @@ class Peer:
     devices: Sequence[str] = ("cpu", "cuda")
 
 
-ADAMW = OPTIONS["AdamW"]  # the same for everybody
+ADAMW = OPTIONS["AdamW"]  # hyperparameters of all packages
 PEERS = {
     "DeepSpeed": Peer(
         "deepspeed",
@@ -95,7 +98,7 @@ PEERS = {
         lambda module, params, work: module.DeepSpeedCPUAdam(
             params, **ADAMW, fp32_optimizer_states=work.state_dtype is not None
         ),
-        BESIDE_PEERS,  # the last in the loop around masters that its engine has
+        BESIDE_PEERS,  # MASTER runs in a loop that copies to and from masters, as in its engine
         devices=["cpu"],
     ),
     "flashoptim": Peer(
@@ -123,14 +126,14 @@ PEERS = {
             params, **ADAMW, bf16_stochastic_round=work.has_masters
         ),
         [FP32, NARROW],
-        [MASTER],  # rounds at random
+        [MASTER],  # uses stochastic rounding instead of a master
     ),
     "optimi": Peer(
         "torch-optimi",
         "optimi",
         lambda module, params, work: module.AdamW(params, **ADAMW, kahan_sum=work.has_masters),
         [FP32, NARROW],
-        [MASTER],  # a Kahan sum in bf16
+        [MASTER],  # uses Kahan summation in bf16 instead of a master
     ),
     "heavyball": Peer(
         "heavyball",
@@ -142,7 +145,7 @@ PEERS = {
             consume_grad=False,
         ),
         [FP32],
-        [NARROW],  # rounds at random
+        [NARROW],  # uses stochastic rounding
     ),
     "bnb 8-bit": Peer(
         "bitsandbytes",
@@ -158,15 +161,15 @@ PEERS = {
             params, **ADAMW, bf16_stochastic_round=work.masters == "split8"
         ),
         [FP32_8BIT],
-        [NARROW, SPLIT8],  # without a master, which it replaces by rounding at random
+        [NARROW, SPLIT8],  # uses stochastic rounding instead of a master
     ),
 }
 
 
 def find(peer: Peer) -> tuple[str, str | None]:
-    """Imports a peer; returns its version, and why it can't take part or None."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for others
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool beside the measurement
+    """Imports a package; returns its version and, if the import fails, the reason, else None."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search for other devices
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool would disturb the timing
     try:
         importlib.import_module(peer.module)
         return importlib.metadata.version(peer.distribution), None
@@ -175,7 +178,7 @@ def find(peer: Peer) -> tuple[str, str | None]:
 
 
 def reason(error: BaseException | None) -> str:
-    """Returns the first lines of an error and of what it came from."""
+    """Returns the first line of an error, and of each error that caused it."""
     texts = []
     while error is not None:
         line = str(error).strip().partition("\n")[0]
@@ -185,19 +188,19 @@ def reason(error: BaseException | None) -> str:
 
 
 def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
-    """Returns who of us and torch does the same work, and in which ways."""
+    """Returns the sides of amp_ext and torch that do some work. A side is one implementation."""
     if work in LOW_MEMORY:
         return work.sides()
     if work.has_masters:
         return ["ours", "by_hand", "buffered"]
     is_wide = work.dtype != torch.float32 and work.state_dtype is not None
-    # On a GPU torch takes foreach by default.
+    # On a GPU, torch's default is foreach, which is a side already.
     by_default = ["default"] if device.type == "cpu" else []
     return ["ours"] if is_wide else ["ours", "fused", "foreach", *by_default]
 
 
 def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
-    """Makes the program of one side: of ours, of torch's, or of a peer."""
+    """Makes the timed program of one side: amp_ext's, torch's or another package's."""
     if side in SIDES:
         return make_program(side, work, params)
     stepped, peer = params, PEERS.get(side)
@@ -213,7 +216,7 @@ def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
 
 
 def buffered(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns the loop around masters as quick as torch's Python interface allows."""
+    """Returns a step with float32 masters, with copies as fast as torch's Python API allows."""
     for master in masters:
         master.grad = torch.empty_like(master)
 
@@ -225,23 +228,24 @@ def buffered(params: list[Parameter], masters: list[Parameter], step_masters: St
     return step
 
 
-# Whether a side does AdamW at all.
+# Comparison of each side with AdamW in float64.
 
 STEPS = 50
-# The first is large enough for moments in 8 bits, the last is a multiple of no vector.
+# The first shape is large enough for 8-bit moments. The last size is no multiple of a vector.
 SHAPES = ShapeList("agreement", ((128, 128), (128,), (1_003,)))
-SPREAD = 0.1  # of parameters: large enough that a missing weight decay shows, in 16 bits too
+SPREAD = 0.1  # deviation of parameters; large enough to detect a missing weight decay in 16 bits
 
-# How far the way of a parameter may lie from that in float64, as a share of it. Roundings to
-# float32; to bf16 at the end; to bf16 in each step. A tenth of the weight decay, a rate that is
-# 10 % off or a momentum of 0.95 are 6 to 18 %.
+# Tolerances of the parameters' total change, relative to that change in float64. They allow for
+# roundings to float32 (FP32), to bf16 at the end (MASTER), or to bf16 in each step (WIDE, NARROW).
+# Mistakes are larger: a tenth of the weight decay, a learning rate that is 10 % off, or a beta1 of
+# 0.95 change the result by 6 to 18 %.
 TOLERANCES = {FP32: 1e-4, MASTER: 0.005, WIDE: 0.035, NARROW: 0.035}
 TOLERANCES |= {SPLIT: 0.01, SPLIT8: 0.05, FP32_8BIT: 0.05}
 
 
 def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
-    """Returns how far a side's parameters come to lie from float64, as a share of their way."""
-    params = make_params(work, SHAPES, CPU, SPREAD)  # the same numbers on every device
+    """Returns the distance of a side's parameters from float64, relative to their total change."""
+    params = make_params(work, SHAPES, CPU, SPREAD)  # drawn on the CPU: alike on every device
     starts = [param.detach().double() for param in params]
     if device != CPU:
         params = [Parameter(param.detach().to(device)) for param in params]
@@ -250,7 +254,7 @@ def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
     program = program_of(side, work, params)
     for step in range(STEPS):
         for param, grad in zip(program.params, gradients(step, work.dtype), strict=True):
-            param.grad.copy_(grad)  # anew in each step, for some write into it
+            param.grad.copy_(grad)  # in each step, because some optimizers write to gradients
         program.step()
     ends, shares = reference(work.dtype), []
     for param, start, end in zip(program.params, starts, ends, strict=True):
@@ -262,7 +266,7 @@ def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
 
 @functools.cache
 def reference(dtype: torch.dtype) -> list[Tensor]:
-    """Returns where torch's AdamW in float64 leads from the same start."""
+    """Returns the parameters after the same steps of torch's AdamW in float64."""
     start = make_params(Work("AdamW", dtype), SHAPES, CPU, SPREAD)
     params = [Parameter(param.detach().double()) for param in start]
     optimizer = torch.optim.AdamW(params, **ADAMW)
@@ -274,7 +278,7 @@ def reference(dtype: torch.dtype) -> list[Tensor]:
 
 
 def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the random gradients of a step."""
+    """Returns random gradients, seeded by the number of the step."""
     generator = torch.Generator().manual_seed(step)
     return [(1e-2 * torch.randn(size, generator=generator)).to(dtype) for size in SHAPES.sizes]
 
@@ -283,8 +287,8 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
     """Compares a side with float64.
 
     Returns:
-        Its ``deviation``; ``same``: whether it does what the work asks for; and ``why`` it can't be
-        measured, or None.
+        A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, which
+        is true if the side does exactly this work; and ``why``, the error if it fails, else None.
     """
     plain = replace(work, scaler=False)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}
@@ -298,17 +302,17 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
     return row | {"deviation": far, "same": does and far <= TOLERANCES[plain]}
 
 
-# What is timed.
+# Timing.
 
 
 def small_model(layers: int, width: int) -> ShapeList:
-    """Returns some linear layers of one width, each with a weight and a bias."""
+    """Returns the shapes of ``layers`` linear layers of one width, with weights and biases."""
     return ShapeList(f"{layers} layers of {width}", ((width, width), (width,)) * layers, True)
 
 
 def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, ShapeList, bool]]:
-    """Returns some work on some parameters, and whether the caches are emptied before each step."""
-    if device.type == "cuda":  # the most important first, for the time may run out
+    """Returns the rows: work, shapes, and whether caches are emptied before each step."""
+    if device.type == "cuda":  # the most important rows first, because time may run out
         large, many, small = uniform(4, 16_000_000), uniform(600, 100_000), small_model(10, 256)
         rows = [(work, large, False) for work in (SPLIT8, FP32, MASTER, FP32_8BIT, SPLIT)]
         if not quick:
@@ -330,7 +334,7 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
 
 
 def cold_times(step: Step, sweep: Step, seconds: float) -> list[float]:
-    """Returns the seconds of single steps, each after a sweep of the caches that is not counted."""
+    """Returns the seconds of single steps. Before each, an untimed sweep empties the caches."""
     times: list[float] = []
     end = timeit.default_timer() + seconds
     while not times or timeit.default_timer() < end:
@@ -348,19 +352,20 @@ def measure_all(
     limit: float = math.inf,
     store: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Compares and times all sides of some rows.
+    """Compares all sides of some rows with float64, and times them.
 
     Args:
-        rows: From :func:`choose_rows`.
-        seconds: The time of each side in each turn.
+        rows: The rows, as :func:`choose_rows` returns them.
+        seconds: The measuring time of each side in each turn.
         device: The device of all tensors.
-        limit: Seconds for all rows: none begins that may end later.
-        store: Takes the result after each row.
+        limit: Seconds for all rows. A row that might end later is not started.
+        store: A function that is called with the result after each row.
 
     Returns:
-        ``surroundings``, ``methods`` from :func:`compare`, ``rows`` from ``measure_row``, with the
-        sides whose work is not the same in ``unequal``, who is ``left_out``, and the names of rows
-        that ``failed``.
+        A dict with ``surroundings`` (hardware and versions); ``methods``, the results of
+        :func:`compare`; ``rows``, the results of ``measure_row``, each with ``unequal``, the sides
+        that do not do exactly the same work; ``left_out``, the sides and rows without a result,
+        with reasons; and ``failed``, the names of failed rows.
     """
     begin, longest = time.monotonic(), 0.0
     about = describe(device)
@@ -399,11 +404,11 @@ def measure_all(
             row = measure_row(work, shapes, programs, streaming, run)
             unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
             measured.append({**row, "unequal": unequal})
-        except Exception as error:  # the other rows go on
+        except Exception as error:  # goes on with the other rows
             left_out.append(f"{name}: {reason(error)}")
             failed.append(name)
         programs = {}
-        gc.collect()  # optimizers are in circles
+        gc.collect()  # frees the optimizers, which are in reference cycles
         store(result)
         longest = max(longest, time.monotonic() - start)
     return result
@@ -412,7 +417,7 @@ def measure_all(
 def all_sides(
     work: Work, device: torch.device, found: dict[str, tuple[str, str | None]]
 ) -> list[str]:
-    """Returns the sides that do some work: ours, torch's, and those of the packages found."""
+    """Returns the sides that do some work: amp_ext's, torch's and those of found packages."""
     plain = replace(work, scaler=False)
     peers = [side for side, (_, why) in found.items() if not why]
     return sides_of(plain, device) + [
@@ -427,9 +432,9 @@ def make_programs(
     device: torch.device,
     left_out: list[str],
 ) -> dict[str, Program]:
-    """Makes the programs of all sides that can be measured, and takes a step of each.
+    """Makes the programs of all sides that passed :func:`compare`, and takes a step of each.
 
-    Packages that fail are added to `left_out`.
+    If a package fails, its error is appended to ``left_out``.
     """
     programs = {}
     for side in (method["side"] for method in methods if not method["why"]):
@@ -444,11 +449,11 @@ def make_programs(
     return programs
 
 
-# How it is shown.
+# Tables.
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns a paragraph, a table with a column for each kind of work, and who is absent."""
+    """Formats a note, a table with a column for each kind of work, and what was left out."""
     rows = result["rows"]
     kinds = list(dict.fromkeys(kind(row) for row in rows))
     sections: dict[str, dict[str, dict[str, str]]] = {}
@@ -473,12 +478,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def kind(row: dict[str, Any]) -> str:
-    """Returns the column of a row."""
+    """Returns the kind of work of a row, which is the heading of its column."""
     return row["work"].replace(" + scaler", "")
 
 
 def cell(row: dict[str, Any], side: str) -> str:
-    """Returns the time of a side, beside ours."""
+    """Formats the time of a side, with its ratio to ours."""
     figures = row["sides"][side]
     time = f"{digits(figures['ns_per_element'])} ns"
     if row["many_small"]:
@@ -490,12 +495,12 @@ def cell(row: dict[str, Any], side: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Returns a positive number with three digits, or all before the point."""
+    """Formats a positive number with three significant digits, or as an integer from 1,000 on."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints the table, and writes the files that are asked for."""
+    """Measures the chosen rows, prints the table, and writes the files of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="large tensors, the smallest model")
     parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
@@ -520,10 +525,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.out / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
             (options.out / "peers.md").write_text(markdown(result) + "\n")
 
-    with contextlib.redirect_stdout(sys.stderr):  # packages talk, and tables may go to a file
+    with contextlib.redirect_stdout(sys.stderr):  # keeps messages of packages out of the table
         seconds = 0.05 if options.quick or options.device == "cuda" else 0.15
         result = measure_all(rows, seconds, device, options.seconds, store)
-    store(result)  # with the rows that were not begun
+    store(result)  # now includes the rows that were not started
     print(markdown(result))
     if options.out and result["rows"]:
         from plot import draw

@@ -1,4 +1,4 @@
-"""Draws what a benchmark stored: shares of the streaming bandwidth, ratios to ours, or training.
+"""Draws the results of a benchmark: bandwidths, ratios to amp_ext's times, or training runs.
 
 python benchmarks/plot.py results.json picture.png  # results of `python -m amp_ext.bench --json`
 python benchmarks/plot.py training.json picture.png  # results of benchmarks/training.py or peers.py
@@ -19,7 +19,7 @@ from amp_ext.program import run_program
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Colours that colour-blind people can tell apart.
+# Colours are safe for colour-blind readers.
 COLOURS = {
     "ours": "#004D7A",
     "fused": "#56B4E9",
@@ -41,11 +41,11 @@ COLOURS = {
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws a panel for each list of shapes.
+    """Draws a figure with a panel for each list of shapes, or for each trained model.
 
     Args:
-        result: What was measured, alone, beside peers or in training.
-        path: A PNG file to write, or another that matplotlib knows.
+        result: The result of ``amp_ext.bench``, ``peers.py`` or ``training.py``.
+        path: The file to write: PNG, or another format that matplotlib supports.
     """
     if "runs" in result:
         draw_training(result, path)
@@ -69,7 +69,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             draw_ratios(axes, rows)
         else:
             draw_bars(axes, rows)
-            axes.set_ylim(tallest - 0.5, -1)  # bars of one size, downwards
+            axes.set_ylim(tallest - 0.5, -1)  # bars of equal height in all panels, top to bottom
         axes.set_title(shapes, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
@@ -86,7 +86,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_training(result: dict[str, Any], path: Path) -> None:
-    """Draws rates, times of an update, memory and losses of all ways to train, by model."""
+    """Draws training rate, update time, memory and loss of all sides, in a row for each model."""
     from peers import digits
     from training import summarize
 
@@ -136,7 +136,7 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Draws the times of all sides divided by ours; hollow where the work is not the same."""
+    """Draws the times of all sides divided by ours; a hollow marker means other work."""
     for place, row in enumerate(rows):
         for side, ratio in row["ratios"].items():
             face = "white" if side in row["unequal"] else COLOURS[side]
@@ -151,7 +151,7 @@ def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_bars(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Draws shares of the streaming bandwidth, or µs per tensor where the host is what counts."""
+    """Draws % of the streaming bandwidth or, for many small tensors, host µs per tensor."""
     many_small = rows[0]["many_small"]
     figure, factor = ("host_us_per_tensor", 1.0) if many_small else ("share_of_streaming", 100.0)
     place, ticks = 0.0, {}
@@ -172,7 +172,7 @@ def draw_bars(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Draws one file into another."""
+    """Reads a JSON file of results and draws the picture."""
     if len(sys.argv) != 3:
         sys.exit("usage: python benchmarks/plot.py results.json picture.png")
     draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

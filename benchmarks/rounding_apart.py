@@ -1,11 +1,11 @@
-"""Draws how far two runs of one training go apart by rounding alone: docs/rounding_apart.png.
+"""Draws how far training runs diverge by rounding alone: docs/rounding_apart.png.
 
     PYTHONPATH=. python benchmarks/rounding_apart.py              # half a minute
     PYTHONPATH=. python benchmarks/rounding_apart.py other.png
 
-A small network of tanh layers is trained by ``torch.optim.AdamW``, in float32 on one thread. The
-other runs are ours, torch's fused one, and the first one again with weights that were moved by one
-unit in the last place at the start.
+The reference run trains a small network of tanh layers by ``torch.optim.AdamW``, in float32 on one
+thread. It is compared with runs by our AdamW, by torch's fused AdamW, and by the AdamW of the
+reference with all initial weights moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amp_ext.optim import AdamW
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "rounding_apart.png"
 STEPS, EVERY = 3000, 10
 WIDTH, DEPTH = 32, 6
-# By what the figure calls a run: the optimizer, whether the weights are moved, and the colour.
+# Maps the label of a run to its optimizer, whether its initial weights are moved, and its colour.
 RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
     "amp_ext": (lambda params: AdamW(params, lr=3e-3), False, "#004D7A"),
     "torch, fused=True": (
@@ -40,16 +40,16 @@ RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
 
 
 class Run(NamedTuple):
-    """What was seen every few steps."""
+    """Weights and losses of a training run, recorded every ``EVERY`` steps."""
 
-    weights: Tensor  # a row each time
+    weights: Tensor  # [records, parameters]
     losses: list[float]
 
 
 def trained(
     make: Callable[[Any], torch.optim.Optimizer], is_moved: bool = False, steps: int = STEPS
 ) -> Run:
-    """Trains the network from the same start, with the same batches."""
+    """Trains the network; every call has the same initial weights and the same batches."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), *layers, nn.Linear(WIDTH, 1))
@@ -73,7 +73,7 @@ def trained(
 
 
 def distances(run: Run, reference: Run) -> list[float]:
-    """Returns the distance of the weights from those of the reference, by their norm."""
+    """Returns the norm of the difference to the reference, divided by the reference's norm."""
     apart = (run.weights - reference.weights).norm(dim=1)
     return [float(each) for each in apart / reference.weights.norm(dim=1)]
 

@@ -1,18 +1,18 @@
-"""Trains a GPT and a convolutional network: amp_ext beside the nearest way that torch has.
+"""Trains a GPT and a convolutional network with amp_ext, and with torch's nearest equivalents.
 
     python benchmarks/training.py --device cpu --tiny                               # under a minute
     python benchmarks/training.py --device cuda --seconds 200 --out results/training
 
-A run trains one model for 200 steps in one of eight ways, with one seed. Runs with the same model
-and seed begin with the same parameters and see the same data. The GPT has 124M parameters and
-learns tokens drawn from a random language: a token follows from the one before it by one of four
+A run trains one model for 200 steps with one of eight configurations (``SIDES``) and one seed. Runs
+with the same model and seed have the same initial parameters and the same data. The GPT has 124M
+parameters and learns a random language: each token follows from the previous one by one of four
 rules, or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, most of them small, and
 learns noisy images of random patterns.
 
-``training.json`` and ``training.md`` are written again after each run, ``training.png`` at the end
-(``benchmarks/plot.py training.json picture.png`` draws it again). Times leave out the first steps.
+``training.json`` and ``training.md`` are rewritten after each run; ``training.png`` is drawn at the
+end, and again by ``benchmarks/plot.py training.json picture.png``. Times exclude the warm-up steps.
 ``update`` is the time from the end of the backward pass to the end of ``optimizer.step()`` or
-``scaler.update()``: unscaling, clipping, and copies between parameters and masters belong to it.
+``scaler.update()``. It includes unscaling, clipping, and copies between parameters and masters.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of both models, and the length of a run."""
+    """The sizes of both models and their batches, and the length of a run."""
 
     steps: int = 200
-    warm_up: int = 20  # steps in which the learning rate rises; times leave them out
-    rows: int = 4  # sequences in a batch of the GPT
-    context: int = 1024  # tokens of a sequence
-    tokens: int = 25_088  # different ones
+    warm_up: int = 20  # first steps, in which the learning rate rises; excluded from times
+    rows: int = 4  # sequences per batch of the GPT
+    context: int = 1024  # tokens per sequence
+    tokens: int = 25_088  # size of the vocabulary
     width: int = 768
     layers: int = 12
     heads: int = 12
-    images: int = 256  # in a batch of the ResNet
-    pixels: int = 32  # height and width
+    images: int = 256  # images per batch of the ResNet
+    pixels: int = 32  # height and width of an image
     classes: int = 100
-    blocks: int = 18  # in each of the three stages of the ResNet
+    blocks: int = 18  # residual blocks in each of the three stages of the ResNet
 
 
 FULL = Sizes()
@@ -73,7 +73,7 @@ TINY = Sizes(
 
 
 class Block(nn.Module):
-    """Causal attention, then two layers on each token by itself."""
+    """A transformer block: causal attention, then a two-layer MLP on each token."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages of residual blocks, of 16, 32 and 64 channels.
+    """A ResNet with three stages of residual blocks, with 16, 32 and 64 channels.
 
     Reference:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
@@ -164,12 +164,12 @@ def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
         uniform = torch.rand(shape, generator=generator)
         return torch.searchsorted(limits, uniform).clamp_(max=sizes.tokens - 1)
 
-    # One language, of which each seed draws a text.
+    # The rules are the same for all seeds; each seed draws another text.
     rules = draw((sizes.tokens, 4), torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(seed)
     shape = (sizes.context + 1, sizes.steps * sizes.rows)
     free = draw(shape, drawn)
-    choice = torch.randint(5, shape, generator=drawn)  # 4: a token that follows no rule
+    choice = torch.randint(5, shape, generator=drawn)  # index of the rule; 4 means no rule
     tokens = [free[0]]
     for position in range(1, sizes.context + 1):
         follower = rules[tokens[-1], choice[position].clamp(max=3)]
@@ -179,13 +179,13 @@ def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
 
 
 def token_batches(sizes: Sizes, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the inputs and the targets of each step."""
+    """Yields inputs ``[rows, context]`` and flattened targets ``[rows * context]`` of each step."""
     for rows in text(sizes, seed, device):
         yield rows[:, :-1], rows[:, 1:].flatten()
 
 
 def image_batches(sizes: Sizes, seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the images ``[images, 3, pixels, pixels]`` and the classes of each step."""
+    """Yields images ``[images, 3, pixels, pixels]`` and classes ``[images]`` of each step."""
     generator = torch.Generator(device).manual_seed(0)
     coarse = torch.randn((sizes.classes, 3, 4, 4), generator=generator, device=device)
     patterns = functional.interpolate(coarse, size=sizes.pixels, mode="bilinear")
@@ -203,8 +203,8 @@ class Task:
 
     model: Callable[[Sizes], nn.Module]
     batches: Callable[[Sizes, int, torch.device], Iterator[tuple[Tensor, Tensor]]]
-    unit: str  # what the rates count in a second
-    items: Callable[[Sizes], int]  # in a batch
+    unit: str  # unit of the training rate: "tokens" or "images", per second
+    items: Callable[[Sizes], int]  # number of tokens or images per batch
     options: dict[str, Any]
 
 
@@ -220,20 +220,20 @@ TASKS = {
 }  # fmt: skip
 
 
-# The ways to train them.
+# The configurations that train them.
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to train."""
+    """One of the compared configurations."""
 
-    group: str  # torch's side comes first in each
+    group: str  # sides that are compared with each other; torch's is the first of a group
     name: str
-    autocast: torch.dtype | None = None  # over float32 parameters
-    dtype: torch.dtype = torch.float32  # parameters
-    scaled: bool = False  # under a scaler, with clipping by norm
+    autocast: torch.dtype | None = None  # dtype of autocast, with float32 parameters
+    dtype: torch.dtype = torch.float32  # dtype of the parameters
+    scaled: bool = False  # whether to use a gradient scaler and clip by norm
     ours: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # options of our optimizer
+    options: dict[str, Any] = field(default_factory=dict)  # extra options of our optimizer
 
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -257,7 +257,7 @@ SIDES = [
 
 
 class Loop:
-    """What follows a backward pass, and the objects that it needs."""
+    """The optimizer, scaler and masters of a side, and the work after a backward pass."""
 
     def __init__(self, side: Side, params: list[Parameter], options: dict[str, Any]) -> None:
         device = params[0].device.type
@@ -289,7 +289,7 @@ class Loop:
             self.scaler.update()
 
     def clip_and_step(self, params: list[Parameter]) -> None:
-        """Takes torch's steps around clipping."""
+        """Clips torch's way: unscales the gradients, clips them, and takes the step."""
         assert self.scaler is not None
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(params, MAX_NORM)
@@ -300,7 +300,7 @@ class Loop:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def bytes_kept(self, params: list[Parameter]) -> int:
-        """Returns the bytes of parameters, masters, gradients and states between two steps."""
+        """Returns the bytes of parameters, masters, gradients and states between steps."""
         tensors: list[Tensor] = []
         for param in [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]:
             tensors += [param] if param.grad is None else [param, param.grad]
@@ -310,7 +310,7 @@ class Loop:
 
 
 def now(device: torch.device) -> Any:
-    """Returns an event that the GPU records, or the time in seconds."""
+    """Returns a CUDA event recorded now or, on a CPU, the time in seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -324,7 +324,7 @@ def milliseconds(start: Any, end: Any) -> float:
 
 
 def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """Trains a model once; returns what was measured and the loss of each step."""
+    """Trains a model once; returns its measurements and the loss of each step."""
     task, on_gpu = TASKS[name], device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     if on_gpu:
@@ -373,7 +373,7 @@ def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) 
     }
 
 
-# All runs, and how they are shown.
+# All runs, and their tables.
 
 
 def train_all(
@@ -383,17 +383,18 @@ def train_all(
     limit: float = math.inf,
     store: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Trains models in some ways, with the first seed before the others.
+    """Trains all chosen models and sides with the first seed, then with the other seeds.
 
     Args:
-        chosen: Names of models, and sides.
-        sizes: Sizes of the models.
-        device: Where they are trained.
-        limit: Seconds for all runs: none begins that may end later.
-        store: Takes the result after each run.
+        chosen: Pairs of the name of a model and a side.
+        sizes: The sizes of the models.
+        device: The device to train on.
+        limit: Seconds for all runs. A run that might end later is not started.
+        store: A function that is called with the result after each run.
 
     Returns:
-        ``surroundings``, ``runs`` from :func:`train`, and those ``left_out`` or ``failed``.
+        A dict with ``surroundings`` (hardware and versions); ``runs``, the results of
+        :func:`train`; and the runs that were ``left_out`` or ``failed``, with reasons.
     """
     begin, longest = time.monotonic(), dict.fromkeys(TASKS, 0.0)
     runs: list[dict[str, Any]] = []
@@ -409,21 +410,21 @@ def train_all(
             print(f"{title} ({start - begin:.0f} s so far)", file=sys.stderr, flush=True)
             try:
                 runs.append(train(name, side, seed, sizes, device))
-            except Exception as error:  # the other runs go on
+            except Exception as error:  # goes on with the other runs
                 lines = str(error).splitlines() or [""]
                 result["failed"].append(f"{title}: {type(error).__name__}: {lines[0]}")
-            gc.collect()  # optimizers are in circles
+            gc.collect()  # frees the optimizers, which are in reference cycles
             longest[name] = max(longest[name], time.monotonic() - start)
             store(result)
     return result
 
 
 def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each model and side: medians of the seeds, and the spread of the losses.
+    """Summarizes the seeds of each model and side: median rates and times, and mean losses.
 
-    The loss of a run is the mean of its last tenth. ``faster`` and ``update_faster`` are the times
-    of torch's side of the group divided by those of the row. ``difference`` is the loss of a run
-    minus that of torch's run with the same seed, as mean and deviation of the seeds.
+    The loss of a run is the mean over its last tenth of steps. ``faster`` and ``update_faster`` are
+    torch's time in the same group divided by this side's. ``difference`` is the loss minus that of
+    torch's run with the same seed, as mean and standard deviation over the seeds.
     """
     of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -454,14 +455,14 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mean_and_spread(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """Returns the mean of some numbers and, from two on, their standard deviation."""
+    """Returns the mean, or None without values, and the standard deviation, or None below two."""
     known = list(values)
     mean = statistics.fmean(known) if known else None
     return mean, statistics.stdev(known) if len(known) > 1 else None
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns a table for each model."""
+    """Formats a table for each model, in Markdown."""
     rows = summarize(result["runs"])
     lines = ["; ".join(result["surroundings"])]
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -493,7 +494,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def show(figure: tuple[float | None, float | None], form: str) -> str:
-    """Returns a mean and its spread as text."""
+    """Formats a mean and, if it is known, its standard deviation."""
     mean, spread = figure
     if mean is None:
         return ""
@@ -501,7 +502,7 @@ def show(figure: tuple[float | None, float | None], form: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, prints the tables, and writes the files that are asked for."""
+    """Trains, prints the tables, and writes the files of ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true", help="small models and 16 steps")
@@ -520,9 +521,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [(name, side) for name in TASKS for side in SIDES]
     sizes, device = TINY if options.tiny else FULL, torch.device(options.device)
     if options.tiny:
-        torch.set_num_threads(1)  # the tensors are too small to share
+        torch.set_num_threads(1)  # more threads gain nothing with such small tensors
     result = train_all(chosen, sizes, device, options.seconds, store)
-    store(result)  # with the runs that were not begun
+    store(result)  # now includes the runs that were not started
     print(markdown(result))
     if options.out and result["runs"]:
         from plot import draw

@@ -1,9 +1,9 @@
-"""Shadow runs: one stream of gradients feeds an optimizer in float64 and others beside it.
+"""Measures update errors in shadow runs: optimizers get the same gradients as one in float64.
 
-None of them moves a parameter, so errors do not feed back, and a run of seconds tells how far each
-update of a scheme lies from the exact one. `tests/programs/test_update_errors.py` has the bounds.
+The gradients don't depend on the parameters, so errors don't feed back, and a run of seconds shows
+how far updates are from the exact ones. `tests/programs/test_update_errors.py` checks the bounds.
 
-    PYTHONPATH=. python benchmarks/update_errors.py  # of the optimizers, with states in bfloat16
+    PYTHONPATH=. python benchmarks/update_errors.py  # errors of our optimizers with bf16 states
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from amp_ext import optim
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 
 BETAS = (0.9, 0.999)
-# Updates of the first steps, whose bias correction is large, do not count.
+# The first updates are excluded, because their bias correction is large.
 FIRST_STEPS = 10
 
 
 class Scheme(Protocol):
-    """An optimizer without its parameter.
+    """An optimizer that returns its updates instead of applying them.
 
-    ``second_moment`` is what it divides by as it is stored, in float64; None where there is none.
+    ``second_moment`` is the stored second moment as float64, or None if the optimizer has none.
     """
 
     second_moment: Tensor | None
 
     def step(self, grad: Tensor) -> Tensor:
-        """Takes one gradient, and returns the update in units of the learning rate."""
+        """Takes one gradient and returns the update, divided by the learning rate."""
 
 
 @dataclasses.dataclass
 class Errors:
-    """How far a scheme is from float64.
+    """The errors of a scheme relative to float64.
 
     Attributes:
-        update: Root mean square of the difference of the updates, beside that of the updates.
-        largest: The largest single difference of an update, in units of the learning rate.
-        way: As ``update``, of the sums of all updates: what a parameter would have moved.
-        bias: The mean over the elements of the difference of ln sqrt(v) after the last step.
-        spread: The standard deviation of the same.
+        update: Root mean square (RMS) of the updates' errors, divided by the RMS of exact updates.
+        largest: The largest error of an update of one element, divided by the learning rate.
+        way: Norm of the error of the total change (the sum of all updates), relative to its norm.
+        bias: Mean error of ln sqrt(v) over the elements after the last step.
+        spread: Standard deviation of that error over the elements.
     """
 
     update: float
@@ -57,7 +57,7 @@ class Errors:
 
 
 def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> dict[str, Errors]:
-    """Steps all with the same gradients, [steps, rows, columns], and compares with ``exact``."""
+    """Feeds ``gradients``, [steps, rows, columns], to all schemes and compares with ``exact``."""
     squares = dict.fromkeys(schemes, 0.0)
     largest = dict.fromkeys(schemes, 0.0)
     strayed = dict.fromkeys(schemes, torch.zeros(gradients.shape[1:]).double())
@@ -86,7 +86,7 @@ def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> 
 
 
 def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
-    """Mean and deviation of ln sqrt(moment / exact) over what is positive in both."""
+    """Returns mean and deviation of ln sqrt(moment / exact), where both are positive."""
     if moment is None or exact is None:
         return []
     both = (moment > 0) & (exact > 0)
@@ -109,13 +109,16 @@ class Lion64:
 
 
 class OptimizerScheme:
-    """A class of torch.optim or amp_ext.optim as a scheme, with one parameter that is zero.
+    """A scheme that steps an optimizer of torch.optim or amp_ext.optim.
+
+    Its parameter is reset to zero before each step, and lr is 1, so that the parameter after the
+    step is the negative update.
 
     Args:
-        optimizer: The class.
-        shape: Of the gradients.
-        dtype: Of the parameter, and so of the states, unless an option says otherwise.
-        options: Of the class, without lr, which is 1 so that the parameter becomes the update.
+        optimizer: The class of the optimizer.
+        shape: The shape of the gradients.
+        dtype: The dtype of the parameter and, unless an option says otherwise, of the states.
+        options: Keyword arguments of the optimizer, without lr.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class OptimizerScheme:
 
     @property
     def second_moment(self) -> Tensor | None:
-        """By its name in torch, under which codes are numbers."""
+        """Stored second moment, dequantized to float64; with amsgrad, the maximum."""
         state = self.optimizer.state[self.param]
         if isinstance(self.optimizer, FusedOptimizer):
             state = optim.float32_state_dict(self.optimizer)["state"][0]
@@ -146,17 +149,17 @@ class OptimizerScheme:
 
 
 def exact_adamw(shape: torch.Size, **options: Any) -> Scheme:
-    """Torch's AdamW in float64, without weight decay."""
+    """Returns torch's AdamW in float64, without weight decay."""
     return OptimizerScheme(torch.optim.AdamW, shape, torch.float64, weight_decay=0.0, **options)
 
 
 def exact_sgd(shape: torch.Size, momentum: float) -> Scheme:
-    """Torch's SGD in float64."""
+    """Returns torch's SGD in float64."""
     return OptimizerScheme(torch.optim.SGD, shape, torch.float64, momentum=momentum)
 
 
 def print_errors_of_optimizers() -> None:
-    """Prints how far the optimizers are from float64 with states in bfloat16, by their rounding."""
+    """Prints the errors of our optimizers with bfloat16 states, for both ways of rounding."""
 
     def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
         options["state_dtype"] = torch.bfloat16

@@ -1,10 +1,10 @@
-"""Draws how far narrow states and masters are from float64: docs/update_errors.png.
+"""Draws the errors of low-precision states and masters against float64: docs/update_errors.png.
 
     PYTHONPATH=. python benchmarks/update_errors_figure.py            # half a minute
     PYTHONPATH=. python benchmarks/update_errors_figure.py other.png
 
-Left: the error of an update by what the states are stored in, as ``update_errors`` measures it.
-Right: the error of the way of a parameter by what is kept of its master.
+The left panel compares state dtypes by the error of an update, as ``update_errors.py`` measures it.
+The right panel compares kinds of masters by the error of a parameter's total change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from amp_ext.optim import AdamW
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
 
-# What is told to AdamW, by what the figure calls it, and its colour and marker.
+# Both tables map a label to options of AdamW, a colour and a marker.
 NEAREST = {"rounding": "nearest"}
 STATES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
@@ -39,13 +39,13 @@ MASTERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "none, to nearest": ({**NO_MASTERS, **NEAREST}, "#D55E00", "x"),
 }
 LEARNING_RATE = 1e-3
-START = 0.1  # size of the weights
+START = 0.1  # standard deviation of the initial weights
 
-Table = dict[str, dict[str, float]]  # by stream, then by what is stored
+Table = dict[str, dict[str, float]]  # errors by name of the stream, then by label
 
 
 def errors_of_updates(stream: Tensor) -> dict[str, float]:
-    """Root mean square of the difference of the updates, beside that of the updates."""
+    """Returns the relative RMS error of the updates for each entry of ``STATES``."""
     shape = stream.shape[1:]
     schemes = {
         states: OptimizerScheme(AdamW, shape, weight_decay=0.0, **options)
@@ -56,7 +56,7 @@ def errors_of_updates(stream: Tensor) -> dict[str, float]:
 
 
 def errors_of_weights(stream: Tensor) -> dict[str, float]:
-    """How far bf16 parameters end from float64, masters included, beside how far they went."""
+    """Returns the relative error of a bf16 weight's total change for each entry of ``MASTERS``."""
     generator = torch.Generator().manual_seed(0)
     start = (START * torch.randn(stream.shape[1:], generator=generator)).bfloat16()
     end = trained(start.double(), torch.optim.AdamW, stream)
@@ -69,7 +69,7 @@ def errors_of_weights(stream: Tensor) -> dict[str, float]:
 
 
 def trained(start: Tensor, kind: Any, stream: Tensor, **options: Any) -> Tensor:
-    """What an optimizer makes of ``start``, or what it keeps as its master."""
+    """Trains a parameter from ``start``; returns it, or its master if there is one, in float64."""
     param = torch.nn.Parameter(start.clone())
     optimizer = kind([param], lr=LEARNING_RATE, weight_decay=0.0, **options)
     for grad in stream:
@@ -80,7 +80,7 @@ def trained(start: Tensor, kind: Any, stream: Tensor, **options: Any) -> Tensor:
 
 
 def draw(updates: Table, weights: Table, path: Path) -> None:
-    """Draws a row for each stream, and a mark for each way to store."""
+    """Draws both panels, with a row for each stream and a marker for each label."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
@@ -103,7 +103,7 @@ def draw(updates: Table, weights: Table, path: Path) -> None:
 
 
 def show(title: str, errors: Table) -> None:
-    """Prints a line for each stream."""
+    """Prints the errors, a line for each stream."""
     for name, row in errors.items():
         cells = "  ".join(f"{kind} {error:.3%}" for kind, error in row.items())
         print(f"{title}, {name:14} {cells}")

@@ -110,10 +110,7 @@ class GPT(nn.Module):
 
 
 def predict(model: GPT, text: Tensor) -> Tensor:
-    """Calls the model on ``text``, ``[rows, context]``, and returns float32 logits.
-
-    Computes in fp16 by autocast on a GPU, and with parameters converted to float32 on a CPU.
-    """
+    """Calls the model and returns float32 logits; computes in fp16 on a GPU, in fp32 on a CPU."""
     if text.is_cuda:
         with torch.autocast("cuda", torch.float16):
             return model(text).float()
@@ -213,10 +210,7 @@ class Training:
         return params + [state[name] for state in states for name in sorted(state)]
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint.
-
-        Stores the schedule separately: the trainer's own schedule would not count skipped steps.
-        """
+        """Writes a checkpoint, with the schedule as extra data, because it counts skipped steps."""
         extra = {"schedule": self.schedule.state_dict(), "generator": self.generator.get_state()}
         self.trainer.save(path, extra)
 

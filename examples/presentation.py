@@ -53,11 +53,7 @@ def positive(text: str) -> int:
 def run_all(
     recipes: Sequence[Any], train_one: Callable[[Any, int], Any], seeds: int
 ) -> dict[Any, list[Any]]:
-    """Calls ``train_one(recipe, seed)`` for all recipes and seeds, and prints its progress.
-
-    Returns:
-        For each recipe, the results in the order of the seeds.
-    """
+    """Calls ``train_one(recipe, seed)`` for every recipe and seed; returns results by recipe."""
     results: dict[Any, list[Any]] = {recipe: [] for recipe in recipes}
     for seed in range(seeds):
         for recipe in recipes:

@@ -54,8 +54,7 @@ class Record:
     scales: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    # Maps the number of steps taken to samples of the generator, [SAMPLES, 2].
-    samples: dict[int, Tensor] = field(default_factory=dict)
+    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2], by steps taken
 
 
 def make_network(inputs: int, outputs: int) -> nn.Module:
@@ -133,12 +132,9 @@ def sample(generator: nn.Module, device: str) -> Tensor:
 
 
 def reached(points: Tensor) -> tuple[int, float]:
-    """Returns how many centres have at least 2 % of the points, and the share of points near one.
-
-    A point is near a centre if its distance is less than three standard deviations.
-    """
+    """Returns how many centres have 2 % of the points or more, and the share of points near one."""
     distance, place = torch.cdist(points, places()).min(dim=1)
-    near = distance < 3 * SPREAD
+    near = distance < 3 * SPREAD  # within three standard deviations of the data
     share = torch.bincount(place[near], minlength=PLACES) / len(points)
     return int((share >= 0.02).sum()), near.float().mean().item()
 
