@@ -1,10 +1,10 @@
-"""Builds amp_ext against the PyTorch of this environment: a library, and a module for Python.
+"""Builds amp_ext against the PyTorch of this environment: a library and a Python module.
 
-`amp_ext/lib/libamp_ext.so` has everything but the bindings and knows no Python: programs in C++
-link it, too. `amp_ext._C` holds the bindings and links it.
+The library `amp_ext/lib/libamp_ext.so` has everything except the bindings. It doesn't depend on
+Python, so C++ programs can link it, too. The module `amp_ext._C` has the bindings and links it.
 
 Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
-MAX_JOBS and CXX mean what they mean to PyTorch.
+MAX_JOBS and CXX have the same meaning as in PyTorch.
 """
 
 import functools
@@ -30,20 +30,20 @@ INSTALL = (
 )
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
-# Whose sources are compiled one by one. Those of csrc/libtorch/ are compiled as one, those of
-# csrc/python/, which alone need Python, and so are all others: PyTorch's headers take longer than
-# they do.
+# Sources in these folders are compiled one by one. All others are united into three files (for
+# csrc/libtorch, for csrc/python, and for the rest), because PyTorch's headers take longer to
+# compile than the sources.
 ENGINES = ("csrc/cpu", "csrc/cuda")
 
 
 def flags_of(kind: str) -> list[str]:
-    """Returns what csrc says that something is compiled or linked with."""
+    """Returns the flags in ``csrc/<kind>_flags.txt``; ``kind`` is "cxx", "nvcc" or "link"."""
     lines = (ROOT / "csrc" / f"{kind}_flags.txt").read_text().splitlines()
     return [line for line in lines if line.startswith("-")]
 
 
 def fail(message: str) -> None:
-    """Ends the build with a message that pip shows as it is."""
+    """Ends the build with a message, which pip shows unchanged."""
     sys.exit(f"\namp_ext: {message}")
 
 
@@ -60,7 +60,7 @@ import torch  # noqa: E402
 
 
 def first_line(*command: str) -> str | None:
-    """Returns the first line a command prints, or None if it fails."""
+    """Returns the first line that a command prints, or None if the command fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -69,10 +69,10 @@ def first_line(*command: str) -> str | None:
 
 
 def find_cuda_home() -> str | None:
-    """Returns the folder of the CUDA toolkit, or None.
+    """Returns the folder of the CUDA toolkit, or None if there is no toolkit.
 
-    ``nvcc`` on the PATH may be a wrapper script, so it is asked for its folder. PyTorch would take
-    the folder that the wrapper lies in.
+    Asks ``nvcc`` for the folder, because ``nvcc`` on the PATH may be a wrapper script, and PyTorch
+    would take the folder of the wrapper.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if given := os.environ.get(name):
@@ -94,7 +94,7 @@ def find_cuda_home() -> str | None:
 
 @functools.cache
 def toolkit_version(cuda_home: str) -> tuple[int, int]:
-    """Returns the version of a CUDA toolkit."""
+    """Returns major and minor version of a CUDA toolkit."""
     text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True)
     release = re.search(r"release (\d+)\.(\d+)", text.stdout)
     if release is None:
@@ -103,7 +103,7 @@ def toolkit_version(cuda_home: str) -> tuple[int, int]:
 
 
 def choose_cuda() -> bool:
-    """Says whether to build the CUDA backend, and points PyTorch to the toolkit if so."""
+    """Returns whether to build the CUDA backend; if so, sets the variables of PyTorch's build."""
     choice = os.environ.get("AMP_EXT_CUDA", "")
     if choice not in ("", "0", "1"):
         fail(f"AMP_EXT_CUDA must be 0 or 1, got {choice!r}.")
@@ -140,23 +140,23 @@ def choose_cuda() -> bool:
 
 
 def numbers_in(file: Path) -> list[float]:
-    """Returns the numbers in a file of a control group, none if it is not there."""
+    """Returns the numbers in a file of a cgroup ("max" is inf), or [] if it does not exist."""
     words = file.read_text().split() if file.is_file() else []
     return [math.inf if word in ("max", "-1") else int(word) for word in words]
 
 
 def limits_of_groups(root: Path) -> tuple[float, float]:
-    """Returns the memory and the cores that control groups leave to this process.
+    """Returns the memory in bytes and the cores that cgroups allow this process; inf if unlimited.
 
     Args:
-        root: The folder that has ``proc`` and ``sys``.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     memory = cores = math.inf
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        _, controllers, path = line.split(":", 2)  # cgroup v2 has an empty list of controllers
         for controller in controllers.split(","):
-            # In a container this may be the group itself, while the path is that of the host.
+            # In a container, this folder may be the cgroup itself, while `path` is the host's path.
             group = root / "sys/fs/cgroup" / controller
             for part in path.split("/"):
                 group /= part
@@ -170,7 +170,7 @@ def limits_of_groups(root: Path) -> tuple[float, float]:
 
 
 def bound_jobs(root: Path = Path("/")) -> None:
-    """Sets MAX_JOBS, unless given: a job per core, and 2 GiB of memory for each."""
+    """Sets MAX_JOBS if it is not set: one job per core, and at least 2 GiB of memory per job."""
     memory, cores = limits_of_groups(root)
     memory = min(memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     jobs = max(1, int(min(len(os.sched_getaffinity(0)), cores, memory // 2**31)))
@@ -179,18 +179,18 @@ def bound_jobs(root: Path = Path("/")) -> None:
 
 with_cuda = choose_cuda()
 bound_jobs()
-# PyTorch looks for ninja on the PATH, which lacks the scripts of an environment not activated.
+# PyTorch searches ninja on the PATH, which lacks this environment's scripts if it isn't activated.
 os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 
 from setuptools.command import bdist_wheel  # noqa: E402
 
-# It fixes CUDA_HOME when it is imported.
+# Imported only now, because this module reads CUDA_HOME when it is imported.
 from torch.utils import cpp_extension  # noqa: E402
 
 define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
 flags = {"cxx": flags_of("cxx") + define, "nvcc": flags_of("nvcc") + define if with_cuda else []}
 if with_cuda and toolkit_version(os.environ["CUDA_HOME"]) >= (13, 0):
-    # A sixth of the size. Older drivers, which don't expand it, don't take CUDA 13 either.
+    # Compresses kernels to a sixth. Drivers that can't decompress them can't run CUDA 13 anyway.
     flags["nvcc"].append("--compress-mode=size")
 own_include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
 device_type = "cuda" if with_cuda else "cpu"
@@ -198,7 +198,7 @@ include_dirs = own_include_dirs + cpp_extension.include_paths(device_type)
 library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
 
-# CMakeLists.txt takes the same files.
+# CMakeLists.txt must compile the same files.
 core = glob("csrc/**/*.cpp", recursive=True)
 core += glob("csrc/cuda/*.cu") if with_cuda else []
 bindings = sorted(file for file in core if file.startswith("csrc/python"))
@@ -206,14 +206,14 @@ core = sorted(set(core) - set(bindings))
 
 
 def architectures() -> list[str]:
-    """Returns what the library holds for GPUs: sm_90 is machine code, compute_90 is PTX."""
+    """Returns the GPU architectures of the library: sm_90 is machine code, compute_90 is PTX."""
     if not with_cuda:
         return []
     return sorted(set(re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
 
 
 def digest() -> str:
-    """Returns a hash of what the library and the module are compiled from."""
+    """Returns a hash of the sources, flags, architectures and PyTorch version of the build."""
     text = hashlib.sha256(json.dumps([torch.__version__, flags, architectures()]).encode())
     for folder in own_include_dirs:
         for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
@@ -222,18 +222,18 @@ def digest() -> str:
 
 
 def describe(build: str, version: str, torch_folder: str | None) -> dict[str, object]:
-    """Returns what the files say that tell how the package was built.
+    """Returns a description of the build, for ``_build_info.json`` and ``amp_extBuild.cmake``.
 
     Args:
         build: The name of this build.
-        version: Of the package.
-        torch_folder: Of PyTorch, where it does not lie beside the package.
+        version: The version of the package.
+        torch_folder: The folder of PyTorch, or None if it will be installed next to the package.
     """
     gpus = range(torch.cuda.device_count())
     visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
     toolkit = "{}.{}".format(*toolkit_version(os.environ["CUDA_HOME"])) if with_cuda else None
-    # The commit, with -dirty behind it if files differ from it.
+    # Prints the commit, with "-dirty" appended if files are changed.
     commit = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "build": build,
@@ -254,14 +254,14 @@ def describe(build: str, version: str, torch_folder: str | None) -> dict[str, ob
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Builds the library, the module that links it, and files that say how they were built."""
+    """Builds the library, the module that links it, and files that describe the build."""
 
     def run(self) -> None:
         """Builds, then writes ``_build_info.json`` for Python and ``amp_extBuild.cmake``."""
         backends = "cpu and cuda" if with_cuda else "cpu"
         print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
-        self.in_place = bool(self.inplace)  # which is no more to be seen while extensions are built
-        version = self.distribution.get_version().split("+")[0]  # that of a wheel has more
+        self.in_place = bool(self.inplace)  # setuptools clears `inplace` while it builds
+        version = self.distribution.get_version().split("+")[0]  # without a wheel's local part
         release = torch.__version__.split("+")[0]
         self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest()}"
         try:
@@ -282,15 +282,16 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Gives the library a name without a version of Python in it."""
+        """Returns the file name of an extension; the library's has no Python version in it."""
         if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
             return f"{fullname.replace('.', os.sep)}.so"
         return super().get_ext_filename(fullname)
 
     def build_extension(self, extension: setuptools.Extension) -> None:
-        """Compiles all sources at once, and adds what is known only now to what is linked."""
+        """Compiles the sources, unites some of them first, and completes the linker options."""
         for of_compiler in extension.extra_compile_args.values():
-            # PyTorch adds it, and no source asks for it: what is compiled for the one fits both.
+            # No source uses TORCH_EXTENSION_NAME. Without it, library and module have the same
+            # flags, so that the module's sources can be compiled along with the library's.
             of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
         of_python = self.unite("python", bindings)
         if extension.name == MODULE:
@@ -300,12 +301,13 @@ class BuildExtension(cpp_extension.BuildExtension):
             alone = [file for file in core if file.startswith(ENGINES)]
             libtorch = [file for file in core if file.startswith("csrc/libtorch")]
             others = [file for file in core if file not in (*alone, *libtorch)]
-            # One takes longer than an engine, the other shorter, so that no core waits long for
-            # another at the end.
+            # The longest compilation is first and the shortest last, so that all cores finish at
+            # about the same time.
             longer, shorter = self.unite("libtorch", libtorch), self.unite("others", others)
             extension.sources = [longer, *alone, shorter]
             if self.use_ninja:
-                # Each extension has its own run of ninja, which finds then that all is done.
+                # Compiles the sources of both extensions in one run of ninja, so that more of them
+                # are compiled in parallel. The later runs of ninja then find nothing to do.
                 self.compiler.compile(
                     [of_python, *extension.sources],
                     output_dir=self.build_temp,
@@ -317,12 +319,12 @@ class BuildExtension(cpp_extension.BuildExtension):
             text = (ROOT / "csrc" / "exports.map.in").read_text()
             exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
-            if self.in_place:  # PyTorch does not lie beside the sources
+            if self.in_place:  # PyTorch is not next to the package, as in site-packages
                 extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
 
     def unite(self, name: str, files: list[str]) -> str:
-        """Writes a source that includes others, and returns where."""
+        """Writes a source file that includes ``files``, if it has changed; returns its path."""
         united = Path(self.build_temp, "csrc", "united", f"{name}.cpp")
         text = "".join(f'#include "{ROOT / file}"\n' for file in files)
         if not united.is_file() or united.read_text() != text:
@@ -331,22 +333,23 @@ class BuildExtension(cpp_extension.BuildExtension):
         return str(united)
 
     def copy_extensions_to_source(self) -> None:
-        """Makes the folder of the library, which the sources lack."""
+        """Creates the folder of the library, then copies the extensions to the sources."""
         Path(self.get_ext_fullpath(LIBRARY)).parent.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
 
 class BuildWheel(bdist_wheel.bdist_wheel):
-    """Builds a wheel that asks for the minor release of PyTorch that it was compiled against.
+    """Builds a wheel that requires the minor release of PyTorch that it was compiled against.
 
-    What is built from sources, which an sdist and an editable install hold, fits the PyTorch that
-    it finds: they go on asking for what pyproject.toml says.
+    An sdist and an editable install keep the requirement of pyproject.toml, because they compile
+    for the PyTorch that they find.
     """
 
     def write_wheelfile(self, wheelfile_base: str, *arguments: object) -> None:
-        """Also narrows what the metadata beside that file asks for."""
-        if "bdist_wheel" in self.distribution.commands:  # an editable install calls this, too
-            # Not by install_requires: pip may have had the metadata made, which are then taken.
+        """Writes the WHEEL file, and narrows the requirement of PyTorch in METADATA next to it."""
+        if "bdist_wheel" in self.distribution.commands:  # not in an editable install
+            # Edits the file and not install_requires, which comes too late if pip has already
+            # generated the metadata.
             metadata = Path(wheelfile_base, "METADATA")
             minor = ".".join(torch.__version__.split(".")[:2])
             text, count = re.subn(

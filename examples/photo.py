@@ -189,11 +189,7 @@ def train(
 
 
 def make_start(settings: Settings, seed: int) -> tuple[Tensor, nn.Module]:
-    """Makes the initial network and the random wave frequencies.
-
-    Returns:
-        Frequencies along both axes, ``[2, width / 2]``, and a network of three linear layers.
-    """
+    """Returns random wave frequencies along both axes, ``[2, width / 2]``, and a new network."""
     torch.manual_seed(seed)
     width = settings.width
     frequency = torch.randn(2, width // 2) * math.sqrt(settings.size)

@@ -1,9 +1,9 @@
-"""Checks that includes and imports point one way.
+"""Checks that includes and imports follow the layers of the code.
 
-Each folder of csrc/ includes what comes before it in ``FOLDERS``, and no other of its layer.
-Public headers (amp_ext/include) include no header that is not public.
+A folder of csrc/ may include itself and lower layers of ``FOLDERS``, but no other folder of its own
+layer. Public headers (amp_ext/include) may include only public headers.
 
-Prints every violation as ``file:line: what is wrong`` and exits with 1 if there is one.
+Prints each violation as ``file:line: what is wrong`` and exits with 1 if there is one.
 """
 
 import ast
@@ -17,7 +17,7 @@ CSRC = ROOT / "csrc"
 PUBLIC = ROOT / "amp_ext" / "include"
 
 CXX = {".h", ".cuh", ".cpp", ".cu"}
-# The folders of csrc/, and the files that stand beside them, by layers.
+# Maps each folder and file directly in csrc/ to its layer.
 FOLDERS = {
     "elements": 0,
     "kernels.h": 1,
@@ -38,19 +38,19 @@ ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
     FOLDERS[name] for name in ("elements", "tensors", "libtorch", "python")
 )
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
-# Public headers of tensors; others are torch-free or of libtorch/.
+# Public headers in the layer of tensors/. All others are torch-free or in the layer of libtorch/.
 OF_TENSORS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
-# What a public header may include of torch: each costs a program no more than a second or two.
+# Torch headers that public headers may include: each compiles in one or two seconds.
 LIGHT = (
     "ATen/core/Tensor.h",
     "c10/core/DeviceType.h",
     "c10/core/ScalarType.h",
     "torch/optim/optimizer.h",
 )
-# What tells torch's version, in plain C.
+# Plain C headers that define torch's version.
 VERSION = ("torch/csrc/inductor/aoti_torch/c/shim.h", "torch/headeronly/version.h")
 NATIVE = re.compile(r"ATen/native/")
 OF_PYTHON = re.compile(
@@ -70,14 +70,14 @@ def layer(path: Path) -> int:
 
 
 def includes(path: Path) -> Iterator[tuple[int, bool, str]]:
-    """Yields line, whether quoted, and name."""
+    """Yields line number, whether the name is quoted (not in <>), and name of each include."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if found := INCLUDE.match(line.lstrip()):
             yield number, found[1] == '"', found[2]
 
 
 def all_included(path: Path) -> Iterator[str]:
-    """Yields what a public header includes, and what the public headers among that include."""
+    """Yields the names that a public header includes, also through other public headers."""
     for _, _, name in includes(path):
         yield name
         if (PUBLIC / name).is_file():
@@ -85,7 +85,7 @@ def all_included(path: Path) -> Iterator[str]:
 
 
 def check_public_headers() -> Iterator[tuple[Path, int, str]]:
-    """Yields the violations of the headers that programs include."""
+    """Yields the violations in public headers as path, line and message."""
     for path in sorted(file for file in PUBLIC.rglob("*") if file.is_file()):
         if path.suffix != ".h" or path.parent != PUBLIC / "amp_ext":
             yield path, 1, "only headers of the folder amp_ext are public"
@@ -100,7 +100,7 @@ def check_public_headers() -> Iterator[tuple[Path, int, str]]:
 
 
 def check_includes() -> Iterator[tuple[Path, int, str]]:
-    """Yields the violations of C++ and CUDA files."""
+    """Yields the violations in C++ and CUDA files as path, line and message."""
     cuda_users: set[Path] = set()
     for path in sorted(file for file in CSRC.rglob("*") if file.suffix in CXX):
         folder, mine = path.relative_to(CSRC).parts[0], layer(path)
@@ -137,7 +137,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
 
 
 def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of everything imported, also where it is a string."""
+    """Yields line and full name of each import; "amp_ext._C" in a string counts as one."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -151,7 +151,7 @@ def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def check_imports() -> Iterator[tuple[Path, int, str]]:
-    """Yields the violations of the package's Python files."""
+    """Yields the violations in the package's Python files as path, line and message."""
     for path in sorted((ROOT / "amp_ext").rglob("*.py")):
         inside = path.relative_to(ROOT / "amp_ext").as_posix()
         for line, name in imports(path, ast.parse(path.read_text())):
@@ -165,7 +165,7 @@ def check_imports() -> Iterator[tuple[Path, int, str]]:
 
 
 def check_openings() -> Iterator[tuple[Path, int, str]]:
-    """Yields the files that do not open with a sentence about themselves."""
+    """Yields the files that do not begin with a docstring or comment about themselves."""
     folders = ("csrc", "amp_ext", "tests", "examples", "benchmarks", "scripts")
     for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*")):
         if path.suffix in (".py", ".pyi"):

@@ -1,23 +1,23 @@
-"""Reads the machine code of the CUDA kernels and refuses what makes them slow.
+"""Checks the machine code of the CUDA kernels for patterns that make them slow.
 
     python scripts/check_machine_code.py FOLDER
 
-``FOLDER`` holds, for each source and architecture, ``NAME.compute_90.cubin`` or
-``NAME.sm_90.cubin`` as ``nvcc --keep`` leaves it, and in ``*.log`` what ``ptxas -v`` said. The
-table ``machine_code.txt`` beside this file says what each kernel must reach. Exit code 1 if one
-falls short.
+``FOLDER`` has, for each source and architecture, the file ``NAME.compute_90.cubin`` or
+``NAME.sm_90.cubin`` that ``nvcc --keep`` leaves, and the output of ``ptxas -v`` in ``*.log``. The
+table ``machine_code.txt`` next to this script lists the requirements of each kernel. The exit code
+is 1 if a kernel does not meet them.
 
-A loop is a set of instructions of which each leads to every other; an innermost one holds no other.
-The main loops of a kernel are the innermost ones in which a thread moves 128 bits at once: as many
-as the table says, or one was compiled to narrower accesses, and maybe more, where the compiler has
-made two of one. In a main loop every access to global memory has 128 bits, but for one load and one
-store of each array of 8 bits (the lower parts of masters, codes and their exponents), and there is
-none to local memory, where spilled registers are. Every other innermost loop goes over single
-elements, and has no more accesses than a main loop, unless it was unrolled or should have been one.
+A loop is a strongly connected set of basic blocks; an innermost loop contains no other loop. The
+main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. A kernel
+must have at least as many as the table says; with fewer, the compiler has narrowed the accesses of
+one. In a main loop, each access to global memory must have 128 bits, except one load and one store
+of each 8-bit array (residuals of masters, quantized values, exponents). Accesses to local memory,
+which come from spilled registers, are not allowed. Every other innermost loop should handle single
+elements. If it has more accesses than a main loop, it was unrolled or should be a main loop.
 
-Of the fast path of a step, the table also bounds the instructions an element in the main loop, and
-those of the ALU among them. Blocks that usual numbers never reach don't count: those that call the
-slow path of a division, and those that repeat a shuffle for the threads of a split warp.
+For the fast path of a step, the table also limits the instructions per element in the main loop:
+all of them, and those of the ALU. Blocks that ordinary values never reach do not count: the slow
+path of a division, and the repetition of a shuffle for the threads of a divergent warp.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ import networkx
 
 TABLE = Path(__file__).with_name("machine_code.txt")
 
-# Of each multiprocessor of the architectures that are compiled for here.
+# Limits of a multiprocessor, the same for all architectures that are compiled here.
 REGISTERS = 65536
 THREADS = 2048
-REGISTERS_AT_ONCE = 256  # a warp gets them in pieces of this size
+REGISTERS_AT_ONCE = 256  # granularity in which a warp allocates registers
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 LABEL = re.compile(r"^(\.L_\w+):")
@@ -49,8 +49,7 @@ TARGET = re.compile(r"`\((\.L_\w+)\)")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
 RARE = re.compile(r"^CALL\b|COLLECTIVE")
-# Instructions that other units than the ALU execute: for floats, for memory, for control, and the
-# uniform ones.
+# Instructions that do not run on the ALU pipe: floating-point, memory, control and uniform ones.
 FLOATS = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MUFU", "I2F", "F2I")
 MEMORY = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDC", "LDL", "STL", "SHFL", "REDUX", "ATOM")
 CONTROL = ("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "NOP", "WARPSYNC", "VOTE", "BAR")
@@ -58,7 +57,7 @@ UNIFORM = ("R2UR", "S2UR", "S2R", "CS2R")
 
 
 class UnreadableError(Exception):
-    """What was compiled cannot be checked."""
+    """The compiled files are missing or can't be read, so there is nothing to check."""
 
 
 @dataclass
@@ -76,12 +75,12 @@ class Instruction:
 
     @property
     def is_access(self) -> bool:
-        """Whether this loads or stores a tensor's memory, not a word to other blocks."""
+        """Whether this loads or stores a tensor, not a value that blocks share ("STRONG")."""
         return self.name in ("LDG", "LD", "STG", "ST") and "STRONG" not in self.opcode
 
     @property
     def is_wide(self) -> bool:
-        """Whether this moves 128 bits of a tensor or more at once."""
+        """Whether this loads or stores at least 128 bits of a tensor."""
         width = WIDTH.search(self.opcode)
         return self.is_access and width is not None and int(width[1]) >= 128
 
@@ -97,7 +96,7 @@ class Instruction:
 
 @dataclass
 class Kernel:
-    """The machine code of a kernel, and what it takes of a multiprocessor."""
+    """The machine code of a kernel, and the resources that it uses."""
 
     symbol: str
     name: str
@@ -115,7 +114,7 @@ class Kernel:
 
     @property
     def blocks(self) -> int:
-        """Returns how many blocks a multiprocessor has room for at once."""
+        """Returns how many blocks fit on a multiprocessor at once."""
         of_warp = -(-self.registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
         return min(REGISTERS // (of_warp * self.threads // 32), THREADS // self.threads)
 
@@ -124,30 +123,30 @@ class Kernel:
 
 
 def innermost(graph: networkx.DiGraph, blocks: set[int]) -> Iterator[set[int]]:
-    """Yields the innermost loops: what is left when the entries of the loops around are gone."""
+    """Yields the innermost loops, found by removing the entry block of each outer loop."""
     for loop in networkx.strongly_connected_components(graph.subgraph(blocks)):
         first = min(loop)
         if len(loop) == 1 and not graph.has_edge(first, first):
             continue
-        # None leads into the endless loop behind the end of a kernel.
+        # The endless loop after the end of a kernel has no entry.
         entry = min((each for each in loop if not loop.issuperset(graph.pred[each])), default=first)
         yield from list(innermost(graph, loop - {entry})) or [loop]
 
 
 def loops_of(code: list[Instruction], labels: dict[str, int]) -> list[list[Instruction]]:
-    """Returns the instructions of each innermost loop, in their order."""
+    """Returns the instructions of each innermost loop, in program order."""
     behind_branches = [i + 1 for i, each in enumerate(code) if each.name in ENDS]
     starts = sorted({0, *behind_branches, *labels.values()} - {len(code)})
-    ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # of blocks, by their starts
+    ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # start to end of each block
     for start, end in ends.items():
         is_rare = any(RARE.search(each.opcode) for each in code[start:end])
         for each in code[start:end]:
             each.is_rare = is_rare
-    graph = networkx.DiGraph([(-1, 0)])  # the launch
+    graph = networkx.DiGraph([(-1, 0)])  # an edge from the launch to the first block
     graph.add_nodes_from(starts)
     for start, end in ends.items():
         last = code[end - 1]
-        # The target of a call is no part of the loop that calls.
+        # A call adds no edge to its target, because the target is not part of the calling loop.
         if last.name == "BRA" and last.target:
             graph.add_edge(start, labels[last.target])
         if end in ends and (last.name not in ENDS or last.predicate is not None):
@@ -159,7 +158,7 @@ def loops_of(code: list[Instruction], labels: dict[str, int]) -> list[list[Instr
 
 
 def stored_in(buffers: list[str], computed: str) -> str:
-    """Returns what buffers of these kinds are stored in; that which is computed in, of none."""
+    """Returns the number format of the buffers, or ``computed`` if there are no buffers."""
     if any(kind.startswith("Blockwise") for kind in buffers):
         return "8bit"
     if "Ratio" in buffers:
@@ -168,15 +167,16 @@ def stored_in(buffers: list[str], computed: str) -> str:
 
 
 def is_fast(signature: str) -> bool:
-    """Returns whether a signature is that of the fast path of a step."""
+    """Returns whether a signature belongs to the fast path of a step."""
     return "step_kernel<" in signature and ", true>(" in signature.replace("(bool)1", "true")
 
 
 def name_of(signature: str) -> tuple[str, int, int]:
-    """Returns what a signature says of a kernel.
+    """Parses the demangled signature of a kernel.
 
-    A short name, its threads, and how many arrays of 8 bits it loads and stores, by half packs or
-    less.
+    Returns:
+        A short name, the threads per block, and the number of 8-bit arrays that the kernel loads
+        and stores, whose accesses have fewer than 128 bits.
     """
     text = re.sub(r"amp_ext::|cuda::|\(anonymous namespace\)::", "", signature)
     shape = re.search(r"\bShape<(\d+)", text)
@@ -217,7 +217,7 @@ def demangled(symbols: list[str]) -> list[str]:
 
 
 def parse(listing: str, architecture: str) -> list[Kernel]:
-    """Returns the kernels in what nvdisasm prints."""
+    """Returns the kernels in the output of nvdisasm."""
     kernels: list[Kernel] = []
     for section in listing.split("\n.text.")[1:]:
         symbol, _, body = section.partition(":\n")
@@ -242,7 +242,7 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
 
 
 def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
-    """Adds what ptxas says of each kernel."""
+    """Adds registers, stack and spills of each kernel from the output of ptxas."""
     kernel = None
     for line in log.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
@@ -257,15 +257,12 @@ def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
 
 @dataclass
 class Row:
-    """What the kernels of some names and architectures must reach.
+    """The requirements for the kernels whose name and architecture match two patterns."""
 
-    Of a fast path, `blocks` and `loops` are the bounds of its instructions and of those of the ALU.
-    """
-
-    names: str
-    architectures: str
-    blocks: int
-    loops: int
+    names: str  # pattern as in a shell
+    architectures: str  # pattern as in a shell
+    blocks: int  # least blocks per multiprocessor; fast path: most instructions per element
+    loops: int  # least main loops; fast path: most ALU instructions per element
 
     def has(self, name: str, architecture: str) -> bool:
         return fnmatch.fnmatchcase(name, self.names) and fnmatch.fnmatchcase(
@@ -283,12 +280,12 @@ def read_table(text: str) -> list[Row]:
 
 
 def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
-    """Yields what is wrong with the main loop of a fast path."""
+    """Yields the faults of the main loop of a fast path."""
     name = f"fast {kernel.name}"
     row = next((row for row in rows if row.has(name, kernel.architecture)), None)
     if row is None:
         return
-    # The other main loop has what the first one left.
+    # Another main loop handles the elements that the fast path left, so only the shortest counts.
     loops = [[each for each in loop if not each.is_rare] for loop in kernel.main_loops()]
     usual = min(loops, key=len, default=[])
     for count, most, what in (
@@ -303,7 +300,7 @@ def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
 
 
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
-    """Returns the row of a kernel: "other step ..." where none names the formula of a step."""
+    """Returns the row of a kernel or None; a formula without its own row is an "other step"."""
     named = {row.names.split()[1] for row in rows if row.names.startswith("step ")}
     is_other = kernel.name.startswith("step ") and kernel.name.split()[1] not in named
     name = f"other {kernel.name}" if is_other else kernel.name
@@ -315,7 +312,7 @@ def accesses(loop: list[Instruction]) -> int:
 
 
 def faults(kernel: Kernel, row: Row) -> Iterator[str]:
-    """Yields what is wrong with a kernel."""
+    """Yields the faults of a kernel."""
     if kernel.spills or kernel.stack:
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
     blocks = kernel.blocks * kernel.threads // 256  # the fast path has blocks of half the threads
@@ -334,7 +331,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a main loop uses local memory: {', '.join(local)}"
-    # What leaves a fast path may write its gradient back.
+    # The loop that handles what the fast path left may also store the gradient: one access more.
     most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         if loop not in main and row.loops and accesses(loop) > most:
@@ -342,7 +339,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
 
 
 def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
-    """Returns what is wrong."""
+    """Returns the faults of all kernels, each as a line of text."""
     wrong = []
     for kernel in kernels:
         row = row_of(kernel, rows)
@@ -354,7 +351,7 @@ def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
 
 
 def find_nvdisasm() -> str:
-    """Returns the disassembler: on the PATH, beside nvcc, or among the packages of this Python."""
+    """Returns the path of nvdisasm: on the PATH, next to nvcc, or in a package of this Python."""
     nvcc = Path(shutil.which("nvcc") or "nvcc")
     folders = [*os.get_exec_path(), f"{os.environ.get('CUDA_HOME', '')}/bin", nvcc.parent]
     folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin"))
@@ -372,7 +369,7 @@ def disassembled(cubin: Path, nvdisasm: str) -> str:
 
 
 def read(folder: Path) -> list[Kernel]:
-    """Returns the kernels that were compiled into a folder."""
+    """Returns the kernels in the compiled files of a folder."""
     nvdisasm = find_nvdisasm()
     cubins = sorted([*folder.glob("*.compute_*.cubin"), *folder.glob("*.sm_*.cubin")])
     if not cubins:

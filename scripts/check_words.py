@@ -1,8 +1,8 @@
 """Checks that comments and docstrings open with their subject, not with a pronoun.
 
 Lists the texts that open with a word of ``OPENING``, prints their share by folder, and exits with 1
-if the share of all is above 3 %. ``--sample SEED`` draws comments, docstrings, errors and a page
-for a reader instead.
+if the total share is above 3 %. ``--sample SEED`` instead prints a random sample of comments,
+docstrings, errors and one page, for a human reader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Text(NamedTuple):
 
 
 def python_comments(path: Path) -> Lines:
-    """Yields line, code before the comment, and comment."""
+    """Yields line number, code before the comment, and text of each comment."""
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:
@@ -53,7 +53,7 @@ def cxx_comments(path: Path) -> Lines:
 
 
 def comments(path: Path) -> Iterator[Text]:
-    """Yields blocks of comment lines, and comments of 15 characters or more behind code."""
+    """Yields each block of comment lines, and each trailing comment of at least 15 characters."""
     start = last = 0
     block: list[str] = []
     reader = python_comments if path.suffix == ".py" else cxx_comments
@@ -77,7 +77,7 @@ def docstrings(path: Path) -> Iterator[Text]:
 
 
 def all_texts() -> list[Text]:
-    """Returns the comments and docstrings of over 20 characters outside tests and docs."""
+    """Returns all comments and docstrings outside tests and docs with more than 20 characters."""
     listed = subprocess.run(["git", "ls-files", *FILES], capture_output=True, text=True, check=True)
     paths = [Path(line) for line in listed.stdout.split()]
     found = [text for path in paths for text in comments(path)]

@@ -1,7 +1,7 @@
-"""Runs the state machine of the tests until it finds something or its time is over.
+"""Runs the hypothesis state machine of the tests until it finds a failure or its time is over.
 
-`make fuzz MINUTES=30`. A find is printed as a program that shows it, and kept: the next run begins
-with it. Prints how much was done, by rule.
+`make fuzz MINUTES=30`. Prints a failure as a program that reproduces it and saves it, so that the
+next run begins with it. Prints at the end how often each rule ran.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from state_machine import loops  # noqa: E402
 from state_machine.machine import Machine  # noqa: E402
 
 FOUND = ROOT / "build" / "fuzz"
-EXAMPLES = 100  # between two looks at the clock
-STEPS = 40  # the most rules of one example
+EXAMPLES = 100  # examples per round; the time limit is checked after each round
+STEPS = 40  # maximum number of rules in an example
 
 
 def table(counts: collections.Counter[str]) -> str:

@@ -1,16 +1,16 @@
-"""Shows that a change of the code changed no number: hashes of 50 steps of everything.
+"""Checks that results are still bit-identical, by hashes of 50 steps of every optimizer.
 
-    python scripts/hash_steps.py --check                    # against scripts/hash_steps.json
-    python scripts/hash_steps.py --check --engines plain    # of the plain CPU engine only
+    python scripts/hash_steps.py --check                    # compares with scripts/hash_steps.json
+    python scripts/hash_steps.py --check --engines plain    # the plain CPU engine only
     python scripts/hash_steps.py --check --engines cuda --workers 8    # on a GPU
-    python scripts/hash_steps.py --write                    # after a change that was meant
-    python scripts/hash_steps.py --write --only 'edges/*'   # of the cases with such names alone
+    python scripts/hash_steps.py --write                    # after an intended change
+    python scripts/hash_steps.py --write --only 'edges/*'   # only cases with such names
 
-A case is an optimizer, a combination of dtypes and an option; scalers and operations follow. Data
-are whole numbers times a power of two, the same with every machine and every PyTorch. All engines
-give the same bits, so the file has one hash for each case; a NaN is a NaN, whatever its bits. Only
-sums of squares are taken in another order by the CUDA kernels: the cases that depend on them have a
-second hash.
+A case combines an optimizer, dtypes and an option. Other cases are scalers and operations on
+gradients. The data are integers times a power of two, the same on every machine and with every
+PyTorch. All engines give the same bits, so the file has one hash per case; all NaNs hash alike.
+Only sums of squares differ, because the CUDA kernels add in another order. Cases that depend on
+them have a second hash.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from amp_ext import ops  # noqa: E402
 STEPS = 50
 SCALE = 2.0**10
 SHAPES = ((1,), (37,), (1025,), (0,))
-TRANSPOSED = (8, 6)  # of memory that holds its transpose
+TRANSPOSED = (8, 6)  # shape of a tensor whose memory holds its transpose
 LR = 2.0**-6
 INF, NAN = float("inf"), float("nan")
 
-# The instruction set of the CPU engine is read once: every engine has a process of its own.
+# Environment variables of each engine. A process chooses its CPU engine only once, so each engine
+# runs in a process of its own.
 ENGINES = {
     "plain": {"AMP_EXT_CPU_ISA": "plain"},
     "avx2": {"AMP_EXT_CPU_ISA": "avx2"},
@@ -79,7 +80,8 @@ NO_MASTERS = {"master_weights": False}
 TO_NEAREST = NO_MASTERS | {"rounding": "nearest"}
 NARROW_STATES = {"state_dtype": torch.bfloat16}
 AS_TORCH = {"master_weights": False, "state_dtype": None}
-# The dtypes of parameters and gradients, and the options that say those of the states.
+# Each entry has the dtype of parameters, the dtype of gradients, and options that set the dtypes of
+# masters and states.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "fp32": (F32, F32, {}),
     "fp32-grads-fp16": (F32, F16, {}),
@@ -104,14 +106,15 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Arguments of the optimizer and what happens around its steps.
+    """Arguments of the optimizer, and conditions under which it takes its steps.
 
     Attributes:
-        arguments: Where the optimizer lacks one of them, there is no such case.
-        scaled: Steps under a GradScaler, some of which overflow.
-        bad_elements: Some elements of every third step's gradients are inf or NaN.
-        tensor_lr: The learning rate is a tensor that changes.
-        groups: The second half of the parameters is a group with options of its own.
+        arguments: Keyword arguments. Optimizers that lack one of them skip this case.
+        scaled: Whether the steps run under a GradScaler; some of them overflow.
+        bad_elements: Whether gradients have some inf and NaN: in every third step, or in every
+            eleventh under a scaler.
+        tensor_lr: Whether the learning rate is a tensor that changes.
+        groups: Whether the later parameters are in a group with its own options.
     """
 
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -167,12 +170,12 @@ SCALERS: dict[str, dict[str, Any]] = {
 GRADIENT_OPERATIONS = ("unscale_", "check_finite_", "count_nonfinite")
 GRADIENT_OPERATIONS += ("clip_grad_norm_1", "clip_grad_norm_1e+06")
 
-# Gradients of the operations: scaled by this, a few of these numbers bad.
+# Maps a name to the values that are written into the gradients of an operation.
 BAD_NUMBERS: dict[str, tuple[float, ...]] = {"finite": (), "inf": (INF,), "nan": (NAN, -INF)}
 
 
 def tensors(seed: int, dtype: torch.dtype, factor: float, device: str) -> list[Tensor]:
-    """Returns tensors of awkward sizes, one of them transposed in memory."""
+    """Returns tensors of unusual sizes, one of them transposed in memory."""
     shapes = [*SHAPES, TRANSPOSED]
     made = []
     for index, shape in enumerate(shapes):
@@ -184,13 +187,13 @@ def tensors(seed: int, dtype: torch.dtype, factor: float, device: str) -> list[T
 
 
 def set_bad_elements(grads: list[Tensor], values: tuple[float, ...]) -> None:
-    """Writes values into the third tensor, a few elements apart."""
+    """Writes values into the third tensor, 511 elements apart."""
     for index, value in enumerate(values):
         grads[2][5 + 511 * index] = value
 
 
 def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> str:
-    """Takes the steps of a case; returns the hash of all that they wrote."""
+    """Takes the steps of a case; returns the hash of parameters, states and other results."""
     class_name, own = OPTIMIZERS[optimizer]
     param_dtype, grad_dtype, of_dtypes = DTYPES[dtypes]
     params = [torch.nn.Parameter(param) for param in tensors(1, param_dtype, 1.0, device)]
@@ -208,7 +211,7 @@ def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> s
     for step in range(STEPS):
         scale = scaler.scale(torch.ones((), device=device)).item()
         grads = tensors(2 + step, grad_dtype, 2.0**-3 * scale, device)
-        # Under a scaler an overflow skips the step: fewer of them.
+        # Under a scaler, fewer steps have inf or NaN, because each of them is skipped.
         if option.bad_elements and step % (11 if option.scaled else 3) == 1:
             set_bad_elements(grads, (INF, NAN))
         if option.scaled and step in (4, 17, 18, 40):
@@ -231,7 +234,7 @@ def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> s
 
 
 def hash_of_scales(arguments: dict[str, Any], device: str) -> str:
-    """Lets a scaler follow a fixed row of overflows; returns the hash of its scales."""
+    """Feeds a scaler a fixed sequence of overflows; returns the hash of its scales and states."""
     arguments = {"init_scale": SCALE, "warn_after": 1000} | arguments
     scaler = amp_ext.GradScaler(device, **arguments)
     param = torch.nn.Parameter(torch.zeros(3, device=device))
@@ -249,7 +252,7 @@ def hash_of_scales(arguments: dict[str, Any], device: str) -> str:
 
 
 def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) -> dict[str, str]:
-    """Returns a hash of what each operation on gradients makes of some."""
+    """Returns the hashes of the results of all operations on gradients, by operation."""
 
     def grads() -> list[Tensor]:
         made = tensors(5, dtype, 16.0, device)
@@ -286,7 +289,7 @@ def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) 
 
 
 def hash_of_results(name: str, case: Callable[[torch.device], Any], device: str) -> str:
-    """Returns the hash of what a case of the tests writes."""
+    """Returns the hash of the results of a test case."""
     done = Hash()
     for key, tensor in sorted(results_of(name, case, torch.device(device)).items()):
         done.add(key, tensor)
@@ -294,7 +297,7 @@ def hash_of_results(name: str, case: Callable[[torch.device], Any], device: str)
 
 
 def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yields the name of every case and what computes its hash."""
+    """Yields the name of every case, and a function that computes its hash."""
     for optimizer, (class_name, _) in OPTIMIZERS.items():
         known = inspect.signature(getattr(amp_ext.optim, class_name)).parameters
         for dtypes in DTYPES:
@@ -306,7 +309,7 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"GradScaler/{name}", functools.partial(hash_of_scales, arguments, device)
     for dtype in (F16, BF16, F32, F64):
         for name, bad in BAD_NUMBERS.items():
-            # One run gives the hashes of all operations.
+            # Cached, because one run computes the hashes of all operations.
             hashes = functools.cache(functools.partial(hash_of_operations, dtype, bad, device))
             for operation in GRADIENT_OPERATIONS:
                 case = f"{operation}/{str(dtype).removeprefix('torch.')}/{name}"
@@ -316,7 +319,7 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def all_hashes(device: str, only: str, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Returns the hash of every case whose name matches a pattern, or of one part of them."""
+    """Returns the hashes of all cases that match ``only``, or of one of ``parts`` parts of them."""
     cases = [each for each in all_cases(device) if fnmatch.fnmatchcase(each[0], only)]
     return {name: compute() for name, compute in cases[part::parts]}
 
@@ -331,7 +334,7 @@ def depends_on_a_sum(name: str) -> bool:
 
 @contextlib.contextmanager
 def kernels_of(engine: str) -> Iterator[str]:
-    """Lets the operations take an engine's kernels; yields the device of its tensors."""
+    """Makes the operations use the kernels of an engine; yields the device for its tensors."""
     if engine == "emulated":
         from conftest import emulated_cuda
 
@@ -342,7 +345,7 @@ def kernels_of(engine: str) -> Iterator[str]:
 
 
 def hashes_of(engine: str, only: str, workers: int = 1) -> dict[str, str]:
-    """Returns the hashes of an engine, from so many processes side by side."""
+    """Returns the hashes of an engine, computed by ``workers`` processes in parallel."""
     command = [sys.executable, __file__, "--print", engine, "--only", only]
     processes = [
         subprocess.Popen(
@@ -360,7 +363,7 @@ def hashes_of(engine: str, only: str, workers: int = 1) -> dict[str, str]:
 
 
 def report(engine: str, hashes: dict[str, str], expected: dict[str, str]) -> int:
-    """Prints the rows of an engine that differ from what was expected; returns their number."""
+    """Prints the cases of an engine that differ from the expected hashes; returns their number."""
     rows = {
         "moved": [name for name in hashes if expected.get(name, hashes[name]) != hashes[name]],
         "new": [name for name in hashes if name not in expected],
@@ -374,7 +377,7 @@ def report(engine: str, hashes: dict[str, str], expected: dict[str, str]) -> int
 
 
 def expected_of(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the hashes of the first engine, and those of the CUDA kernels that differ."""
+    """Returns the file's content: hashes of the first engine, and of CUDA kernels that differ."""
     first, *rest = found.items()
     different = {
         name: value
@@ -387,7 +390,7 @@ def expected_of(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
 
 
 def main() -> int:
-    """Checks or writes the file; returns the exit code."""
+    """Checks or writes the file of hashes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the file (default)")
     parser.add_argument("--write", action="store_true", help="write the file, of all engines")

@@ -1,16 +1,16 @@
-"""Puts faults into copies of the code, one at a time, and shows which of them the tests notice.
+"""Mutation testing: puts faults into the code, one at a time, and shows which ones tests detect.
 
-    python scripts/mutants.py             # goes on where it was interrupted, and sums up
+    python scripts/mutants.py             # resumes an interrupted run, and prints a summary
     python scripts/mutants.py --only 3,106
 
-`mutants.json` has the faults: lines that stand in a file just once, without their indentation, what
-becomes wrong in the last of them, and files of tests that are to notice it. Their numbers are their
-places in the list, from 1.
+Each fault in `mutants.json` has a file; lines, without indentation, that occur in it exactly once;
+old and new text within the last of these lines; and the test files that should detect the fault.
+Faults are numbered from 1 in the order of the list.
 
-The copies are made in build/mutants, which takes minutes. All faults in C++ are compiled into one
-binary, where the environment variable AMP_EXT_MUTANT chooses one; a text that ends like a statement
-replaces a statement, any other an expression. First run the files of tests that a fault names;
-then, if none has failed, all tests. A test that hangs has noticed the fault.
+Faults are put into copies of the code in build/mutants, which take minutes to build. All C++ faults
+are compiled into one binary, and the environment variable AMP_EXT_MUTANT selects one of them. If
+the old text ends with ";", the fault replaces a statement, otherwise an expression. The test files
+of a fault run first and, if they pass, all tests. A test that hangs counts as having detected it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 RESULTS = FOLDER / "results.json"
-HANG = 180  # seconds for one test: it may compile something, on a busy machine
-BUDGET = 400  # seconds for each half of the tests of a fault
+HANG = 180  # seconds per test; long, because a test may compile on a busy machine
+BUDGET = 400  # seconds for the test files of a fault, and again for all tests
 
 HEADER = """// Which fault is switched on; put before every source of the copy.
 #pragma once
@@ -47,7 +47,7 @@ Fault = dict[str, Any]
 
 
 def read_faults() -> dict[int, Fault]:
-    """Returns the faults by their numbers, each with where it begins in its file, or None."""
+    """Returns the faults by number; ``begin`` of each is from :func:`begin_of`."""
     faults = json.loads(Path(__file__).with_suffix(".json").read_text())
     for fault in faults:
         fault["begin"] = begin_of(fault, (ROOT / fault["file"]).read_text())
@@ -55,7 +55,7 @@ def read_faults() -> dict[int, Fault]:
 
 
 def begin_of(fault: Fault, text: str) -> int | None:
-    """Returns where the faulty text begins, if its lines are there just once."""
+    """Returns the offset of the old text in its file, or None if it isn't found exactly once."""
     lines, wanted = text.splitlines(keepends=True), fault["lines"]
     bare = [line.strip() for line in lines]
     ends = [i for i in range(len(wanted), len(bare) + 1) if bare[i - len(wanted) : i] == wanted]
@@ -76,7 +76,7 @@ def with_fault(text: str, fault: Fault, new: str) -> str:
 
 
 def with_switches(text: str, faults: list[tuple[int, Fault]]) -> str:
-    """Returns a C++ source in which the environment variable chooses between right and wrong."""
+    """Returns a C++ source with all ``faults``, each behind a test of AMP_EXT_MUTANT."""
     for number, fault in sorted(faults, key=lambda pair: -pair[1]["begin"]):
         chosen, old, new = f"amp_ext_mutant == {number}", fault["old"], fault["new"]
         switch = f"({chosen} ? ({new}) : ({old}))"
@@ -86,7 +86,7 @@ def with_switches(text: str, faults: list[tuple[int, Fault]]) -> str:
     return text
 
 
-# The copies.
+# Copies of the code.
 
 
 def tree(job: int) -> Path:
@@ -94,7 +94,7 @@ def tree(job: int) -> Path:
 
 
 def environment(job: int, number: int = 0) -> dict[str, str]:
-    """Returns the variables under which a copy is built and tested."""
+    """Returns the environment variables to build and test a copy, with fault ``number`` active."""
     return os.environ | {
         "AMP_EXT_MUTANT": str(number),
         "CXX": str(FOLDER / "bin" / "g++"),
@@ -106,14 +106,14 @@ def environment(job: int, number: int = 0) -> dict[str, str]:
 
 
 def write_if_changed(file: Path, content: bytes) -> None:
-    """Leaves the time of a file alone where it can, so that no more is built than must be."""
+    """Writes a file only if its content differs, so that unchanged sources are not rebuilt."""
     if not file.exists() or file.read_bytes() != content:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
 
 
 def copy_tree(target: Path) -> None:
-    """Copies what git knows or would take, with the switches in its C++."""
+    """Copies all files that git doesn't ignore, and adds the switches to the C++ sources."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
     names = {name for name in listed if name and (ROOT / name).is_file()}
@@ -135,7 +135,7 @@ def copy_tree(target: Path) -> None:
 
 
 def prepare(jobs: int) -> None:
-    """Makes a copy for each job; builds in the first one what the others get, too."""
+    """Makes a copy of the code for each job; builds the binaries in the first and copies them."""
     write_if_changed(FOLDER / "mutant.h", HEADER.encode())
     compiler = FOLDER / "bin" / "g++"
     write_if_changed(compiler, f'#!/bin/sh\nexec g++ -include "{FOLDER}/mutant.h" "$@"\n'.encode())
@@ -149,7 +149,7 @@ def prepare(jobs: int) -> None:
                 subprocess.run(
                     build, cwd=tree(0), env=environment(0), stdout=log, stderr=log, check=True
                 )
-            # The module, the library, and what they were built for.
+            # Copies the module, the library, and the files that describe the build.
             for pattern in ("_[Cb]*.[sj]*", "lib/*.so", "share/cmake/amp_ext/amp_extBuild.cmake"):
                 for file in (tree(0) / "amp_ext").glob(pattern):
                     write_if_changed(tree(job) / file.relative_to(tree(0)), file.read_bytes())
@@ -158,13 +158,13 @@ def prepare(jobs: int) -> None:
 
 
 def files_named(tests: str) -> list[str]:
-    """Returns the files of tests, "adam sgd" for test_adam.py and test_sgd.py."""
+    """Returns the paths of test files; "adam sgd" stands for test_adam.py and test_sgd.py."""
     found = ((ROOT / "tests").rglob(f"test_{name}.py") for name in tests.split())
     return [str(file.relative_to(ROOT)) for files in found for file in files]
 
 
 def run_tests(number: int, fault: Fault, job: int) -> dict[str, str]:
-    """Runs the tests of a fault in the copy of a job; returns what came of it."""
+    """Runs the tests of a fault in the copy of a job; returns whether they detected it."""
     log = FOLDER / f"tests{job}.log"
     command = ["timeout", "--kill-after=5", str(BUDGET), sys.executable, "-m", "pytest"]
     command += ["-qx", "-rfE", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANG}"]
@@ -180,9 +180,9 @@ def run_tests(number: int, fault: Fault, job: int) -> dict[str, str]:
                 stderr=output,
                 check=False,
             ).returncode
-        if code in (0, 5):  # 5: none was collected
+        if code in (0, 5):  # passed, or 5: no test was collected
             continue
-        if code in (124, 137):  # the budget is spent
+        if code in (124, 137):  # `timeout` ended the run after BUDGET seconds
             is_whole = False
             continue
         text = log.read_text()
@@ -193,7 +193,7 @@ def run_tests(number: int, fault: Fault, job: int) -> dict[str, str]:
 
 
 def run_one(number: int, fault: Fault, job: int) -> dict[str, str]:
-    """Puts a fault into the copy of a job as long as its tests run."""
+    """Puts a fault into the copy of a job, runs its tests, and removes the fault again."""
     if fault["begin"] is None:
         return {"result": "not found"}
     file = tree(job) / fault["file"]
@@ -207,7 +207,7 @@ def run_one(number: int, fault: Fault, job: int) -> dict[str, str]:
 
 
 def run_all(only: str, jobs: int) -> None:
-    """Runs the tests of all faults that have no result yet, or of those that are wanted."""
+    """Tests the faults in ``only``, or all that have no result yet, and prints a summary."""
     faults = read_faults()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = [int(n) for n in only.split(",")] if only else faults
@@ -237,7 +237,7 @@ def run_all(only: str, jobs: int) -> None:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Reads the command line, prepares the copies, and tests the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="copies that are tested side by side")
     parser.add_argument("--only", default="", help="numbers of faults, separated by commas")

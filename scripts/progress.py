@@ -1,9 +1,10 @@
-"""Runs a command with its output in a file, and prints every half minute how far it is.
+"""Runs a command with its output in a file, and prints its progress every half minute.
 
     python scripts/progress.py build/build.log python setup.py build_ext --inplace
 
-The line has the time and what the file ends in: "0:30, compiled 4 of 6" where ninja counts, else
-its last line. If the command fails, the whole file is printed, and the exit code is the command's.
+Each printed line has the elapsed time and the last line of the output, or ninja's count as
+"0:30, compiled 4 of 6". If the command fails, prints the complete output. Returns the exit code of
+the command.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-INTERVAL = 30  # seconds
+INTERVAL = 30  # seconds between two lines of progress
 
 
 def how_far(text: str) -> str:
-    """Returns what the output so far says, in one line."""
+    """Summarizes the progress in one line, from the output so far."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "started"
     counted = re.match(r"\[(\d+)/(\d+)\]", last)
@@ -27,7 +28,7 @@ def how_far(text: str) -> str:
 
 
 def main(log: Path, command: list[str], interval: float = INTERVAL) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command, prints its progress, and returns its exit code."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

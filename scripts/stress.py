@@ -1,7 +1,7 @@
-"""Takes steps of unusual size and number: 65,543 tensors, more than 2^31 elements, 20,000 steps.
+"""Stress test of optimizer and scaler: 65,543 tensors, over 2^31 elements, and 20,000 steps.
 
-`make stress` takes some minutes and 9 GB of memory; `--small` does the same with less of everything
-in seconds. Results are checked; memory, file handles and threads must not grow.
+`make stress` takes some minutes and 9 GB of memory. With `--small`, everything is smaller and takes
+seconds. Checks the results, and that memory, file handles and threads do not grow.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import torch
 from torch.nn import Parameter
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))  # last: an installed amp_ext comes first
+sys.path.append(str(ROOT))  # last, so that an installed amp_ext comes first
 
 import amp_ext  # noqa: E402
 
 PROCESS = Path("/proc/self")
 INF = math.inf
-# A process's memory moves by some pages at any time, and a cache may take an object or two.
+# Allowed growth per resource. A process's memory always varies by some pages, and caches may add a
+# few objects.
 MOST_GROWTH = {"file handles": 0, "threads": 0, "memory": 2 * 2**20, "Python objects": 10}
 
 
 def memory(what: str) -> int:
-    """Returns a line of this process's status in bytes: "VmRSS" is now, "VmHWM" the peak."""
+    """Returns this process's memory in bytes: "VmRSS" is the present value, "VmHWM" the peak."""
     return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", (PROCESS / "status").read_text())[1])
 
 
 def same(what: str, actual: Any, wanted: Any) -> None:
-    """Raises unless two values are equal, whether or not Python was told to leave out asserts."""
+    """Raises an AssertionError unless two values are equal, even under ``python -O``."""
     if actual != wanted:
         raise AssertionError(f"{what}: {actual}, not {wanted}")
 
@@ -46,7 +47,7 @@ def same(what: str, actual: Any, wanted: Any) -> None:
 
 
 def many_tensors(count: int) -> None:
-    """Steps many tensors as one long one is stepped, and finds an overflow in the last of them."""
+    """Compares steps of many tensors with those of one long tensor; one overflows in the last."""
     torch.manual_seed(0)
     sizes = [1 + index % 3 for index in range(count)]
     whole = Parameter(torch.randn(sum(sizes)))
@@ -81,7 +82,7 @@ def many_tensors(count: int) -> None:
 
 
 def many_elements(border: int) -> None:
-    """Steps and looks at one tensor of a few elements more than a border, such as 2^31."""
+    """Steps and scans a tensor that has a few elements more than ``border``, such as 2^31."""
     count = border + 7
     watched = sorted({0, 1, count // 2, count - 1, *range(border - 2, border + 3)})
     param = Parameter(torch.zeros(count, dtype=torch.bfloat16))
@@ -95,10 +96,10 @@ def many_elements(border: int) -> None:
         wanted = [1.0 + index + moved for index in range(len(watched))]
         same("watched elements", param.detach()[watched].tolist(), wanted)
         others = count * moved + sum(range(1, 1 + len(watched)))
-        # Whole numbers: sums of float64 are exact.
+        # All values are integers, so the sums in float64 are exact.
         same("sum", sum(p.double().sum().item() for p in param.detach().split(2**24)), others)
 
-    # One gradient for all elements takes no memory.
+    # Expanding one value to a gradient of all elements takes no memory.
     param.grad = torch.full((), -2.0, dtype=torch.bfloat16).expand(count)
     optimizer.step()
     check(1.0)
@@ -122,7 +123,7 @@ def many_elements(border: int) -> None:
     scaler.update()
     same("skipped", scaler.last_step_skipped(optimizer, wait=True), False)
     check(2.0)
-    amp_ext.clip_grad_norm_([param], norm)  # from twice the norm
+    amp_ext.clip_grad_norm_([param], norm)  # halves the gradients, whose norm is 2 * norm
     same("clipped", param.grad[watched].tolist(), [-2.0] * len(watched))
 
 
@@ -130,7 +131,7 @@ def many_elements(border: int) -> None:
 
 
 def make_loop() -> Callable[[int], None]:
-    """Returns a loop body with new gradients, hooks, overflows, and a resume every 100 steps."""
+    """Returns a training step with hooks, some overflows, and a reload every 100 steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
@@ -162,9 +163,9 @@ def make_loop() -> Callable[[int], None]:
 
 
 def many_steps(count: int) -> None:
-    """Takes steps; raises if the process holds more after the last than after the first third.
+    """Takes steps; raises if the process holds more resources at the end than after a third.
 
-    A third, for a scaler fills its history first, and pools of memory theirs.
+    The first third fills the history of the scaler and pools of memory.
     """
     step = make_loop()
 
@@ -180,7 +181,7 @@ def many_steps(count: int) -> None:
     before: dict[str, int] = {}
     for number in range(count):
         if number == count // 3:
-            held()  # what measuring itself takes
+            held()  # allocates whatever the measurement itself needs
             before = held()
         step(number)
     after = held()
@@ -189,7 +190,7 @@ def many_steps(count: int) -> None:
             raise AssertionError(f"{what} grew from {before[what]:,} to {after[what]:,}")
 
 
-# Each part: how much of it, all and small.
+# Maps the name of a part to its function, its full size and its small size.
 PARTS: dict[str, tuple[Callable[[int], None], int, int]] = {
     "tensors": (many_tensors, 2**16 + 7, 2**12 + 7),
     "elements": (many_elements, 2**31, 2**20),

@@ -1,11 +1,11 @@
-"""Lists what users can name: a change of it shows as a changed line.
+"""Lists the public API, so that a change of it shows as a changed line of a file.
 
-    python scripts/surface.py --write    # scripts/surface.txt
-    python scripts/surface.py --check    # prints the lines that went and came
+    python scripts/surface.py --write    # writes scripts/surface.txt
+    python scripts/surface.py --check    # prints removed and added lines
 
-Functions, classes and methods of public modules with their signatures; the keys of state dicts, by
-optimizer and by how states are kept; the options of the command lines; and what programs in C++
-link. With ``--python``, which another compiler does not change, all but the last.
+The list has the functions, classes and methods of public modules with their signatures; the keys of
+state dicts for each optimizer and state format; the options of the command lines; and the exported
+C++ functions. ``--python`` leaves out the C++ functions, which depend on the compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".txt")
 sys.path[:0] = [str(ROOT / "tests")]
-sys.path.append(str(ROOT))  # behind a package that is installed
+sys.path.append(str(ROOT))  # last, so that an installed amp_ext comes first
 
 import checkpoint_corpus as corpus  # noqa: E402
 from harness.call_scenarios import do  # noqa: E402
@@ -52,7 +52,7 @@ LINKED = "C++: "
 
 
 def names_of(module: ModuleType) -> list[str]:
-    """Returns the public names that a module has of itself."""
+    """Returns the names in ``__all__`` of a module, or else the public names it defines itself."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return sorted(listed)
@@ -64,8 +64,8 @@ def names_of(module: ModuleType) -> list[str]:
 
 
 def of_class(name: str, kind: type) -> Iterator[str]:
-    """Yields a class with its public methods and properties, those of other packages left out."""
-    # Those of an enumeration are Python's, and others in each version.
+    """Yields a class and its public members, except those inherited from other packages."""
+    # The signature of an enumeration depends on the version of Python, so it is left out.
     yield name if issubclass(kind, enum.Enum) else f"{name}{inspect.signature(kind)}"
     for member in sorted({member for each in kind.__mro__ for member in vars(each)}):
         owner = next(each for each in kind.__mro__ if member in vars(each))
@@ -78,7 +78,7 @@ def of_class(name: str, kind: type) -> Iterator[str]:
 
 
 def of_python() -> Iterator[str]:
-    """Yields names and signatures of the public modules."""
+    """Yields the names and signatures in the public modules."""
     for module_name in MODULES:
         module = importlib.import_module(module_name)
         for name in names_of(module):
@@ -90,7 +90,7 @@ def of_python() -> Iterator[str]:
 
 
 def of_states() -> Iterator[str]:
-    """Yields the keys of state dicts: of a matrix, and of a vector where these are others."""
+    """Yields the keys of state dicts: of a matrix and, if its keys differ, of a vector."""
     for row in corpus.ROWS:
         written = corpus.run_in_python(corpus.plan_of(row, corpus.parts_of(row)[1]))["optimizer"]
         first, second = (list(written["state"].get(index, {})) for index in (0, 1))
@@ -104,7 +104,7 @@ def of_states() -> Iterator[str]:
 
 
 def of_programs() -> Iterator[str]:
-    """Yields the options of each program."""
+    """Yields the command-line options of each program."""
     for name in PROGRAMS:
         text = io.StringIO()
         arguments, sys.argv = sys.argv, [name, "--help"]
@@ -116,7 +116,7 @@ def of_programs() -> Iterator[str]:
 
 
 def of_library() -> Iterator[str]:
-    """Yields the functions that the library exports and a public header names."""
+    """Yields the functions that the library exports and whose names are in public headers."""
     headers = " ".join(header.read_text() for header in HEADERS.glob("*.h"))
     words = set(re.findall(r"\w+", headers))
     command = ["nm", "-D", "--defined-only", "--demangle", LIBRARY]
@@ -129,13 +129,13 @@ def of_library() -> Iterator[str]:
 
 
 def surface(python_only: bool) -> list[str]:
-    """Returns every line, sorted."""
+    """Returns all lines of the list, sorted."""
     found = [*of_python(), *of_states(), *of_programs(), *([] if python_only else of_library())]
     return sorted(set(found))
 
 
 def main() -> int:
-    """Checks or writes the file; returns the exit code."""
+    """Checks or writes the list; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="compare with the file")

@@ -1,22 +1,21 @@
-"""Times what the host and the kernels do in a step, beside the same of a commit, in one thread.
+"""Times host overhead and CPU kernels of this checkout against another commit, in one thread.
 
-    python scripts/time_host.py --against main          # builds it into build/time_host/, once
-    python scripts/time_host.py --installed FOLDER      # beside what is built there already
+    python scripts/time_host.py --against main          # builds main once, in build/time_host/
+    python scripts/time_host.py --installed FOLDER      # against an existing build in place
     python scripts/time_host.py --against main --quick --rows 'AdamW, 6 '
-    AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # of other instructions
-    python scripts/time_host.py --rows kernel --elements 2048,16777216  # in faster caches, in none
+    AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # another instruction set
+    python scripts/time_host.py --rows kernel --elements 2048,16777216  # faster cache, main memory
 
-Steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`,
-and under a scaler, ours or torch's, where `scale`, `step` and `update` are timed. Every step finds
-new gradients, as after `zero_grad` and `backward`, which are not timed. "cold": before each step a
-walk over 64 MB has thrown code and data out of the caches. Then the kernels of the CPU: steps and
-looks at one tensor of `--elements`; the default of 2^18 stays in a cache. And how long importing
-amp_ext takes beside torch, whose files the system has in memory.
+Run `make build` first: the checkout is timed as it is built in place. The rows are steps of AdamW,
+and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`, and under our or
+torch's scaler (`scale`, `step` and `update`). Every step gets new gradients, which are not timed.
+In rows with "cold", a pass over 64 MB evicts code and data from the caches before each step. Other
+rows time CPU kernels on one tensor of `--elements` (the default of 2^18 fits a cache), and the
+import of amp_ext after torch's.
 
-Each package runs in two processes, which take turns with the others at every row and are started
-anew many times; the least time of each counts. "itself" is how far apart the two of one package
-are, the larger of both packages: what is slower by less is not known to be slower.
-The present package is the one that is built in place: `make build` comes first.
+Each side runs in two processes. All four take turns in every row and are restarted many times, and
+the least time of each counts. The column "itself" is the larger ratio between two processes of the
+same side. A difference below it is within the noise.
 """
 
 from __future__ import annotations
@@ -44,15 +43,16 @@ ROWS = [
     f"{optimizer}, {count} tensors, {form}{cold}"
     for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
 ]
-NUMEL, SWEPT = 64, 16_000_000  # float32
+NUMEL, SWEPT = 64, 16_000_000  # float32 elements of a parameter, and of the cache sweep
 IN_CACHE = 2**18  # elements
-WIDTH = 128  # of the kernels' tensor: vectors have no second moments in 8 bits
-AS_LONG = 2**18  # elements that a kernel takes while it is timed, at least
+WIDTH = 128  # columns of the kernels' tensor, a matrix: vectors have no 8-bit second moments
+AS_LONG = 2**18  # least number of elements that a timed repetition of a kernel processes
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
 F16, BF16 = torch.float16, torch.bfloat16
 KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
-# The dtype of parameter and gradient, the class of an optimizer and its options; or an operation.
+# Each entry has the dtype of parameter and gradient, an optimizer class or an operation, and the
+# options of the optimizer.
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "AdamW fp32": (torch.float32, "AdamW", {}),
     "AdamW fp64": (torch.float64, "AdamW", {}),
@@ -87,7 +87,7 @@ SIDES = ("before", "after", "before again", "after again")
 
 
 def make_kernel(row: str) -> Callable[[], float]:
-    """Returns what lets a kernel run over a tensor and returns the microseconds of one run."""
+    """Returns a function that runs the kernel of a row and returns its microseconds."""
     import amp_ext
 
     kernel, elements = row.removeprefix("kernel: ").split(" x ")
@@ -113,7 +113,7 @@ def make_kernel(row: str) -> Callable[[], float]:
 
 
 def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
-    """Returns what takes one step of a row and returns its microseconds."""
+    """Returns a function that takes a step of a row and returns its microseconds."""
     import amp_ext
 
     name, size, form, *cold = row.split(", ")
@@ -146,7 +146,7 @@ def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
 
 
 def serve() -> None:
-    """Says where amp_ext lies, then answers rows, one a line, with the microseconds of a step."""
+    """Prints the folder of amp_ext; then reads rows from stdin and prints their microseconds."""
     torch.set_num_threads(1)
     start = perf_counter_ns()
     import amp_ext
@@ -162,8 +162,9 @@ def serve() -> None:
         if row not in steps:
             is_kernel = row.startswith("kernel: ")
             steps[row] = make_kernel(row) if is_kernel else make_step(row, swept)
-            steps[row]()  # makes the states
-        # Few, since a busy machine pauses often. Another process has had the caches since.
+            steps[row]()  # creates the optimizer states
+        # Takes few steps at a time, because a busy machine interrupts long runs. A warm-up refills
+        # the caches, which other processes have used in between.
         warming = 0 if row.endswith("cold") else 1
         tensors = 1 if row.startswith("kernel: ") else int(row.split()[1])
         number = warming + max(2, warming * 40 // tensors)
@@ -172,10 +173,10 @@ def serve() -> None:
 
 
 def build(commit: str) -> Path:
-    """Returns the folder that a commit is built in, in place."""
+    """Builds a commit in place, unless it is built already, and returns its folder."""
     name = subprocess.check_output(["git", "rev-parse", f"{commit}^0"], cwd=ROOT, text=True).strip()
     folder = ROOT / "build" / "time_host" / name
-    if not (folder / "amp_ext" / "_build_info.json").is_file():  # which a build writes last
+    if not (folder / "amp_ext" / "_build_info.json").is_file():  # a build writes it last
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(
             f"git archive {name} | tar -x -C '{folder}'", shell=True, cwd=ROOT, check=True
@@ -189,7 +190,7 @@ def build(commit: str) -> Path:
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """Starts a process that serves the package in a folder."""
+    """Starts a process that runs :func:`serve` with the package in ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--serve"]
     server = subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
@@ -200,7 +201,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def answer(server: subprocess.Popen[str], row: str = "") -> str:
-    """Returns the next line of a server, after it was told a row."""
+    """Sends a row to a server, unless it is empty, and returns the next line of its output."""
     if row:
         server.stdin.write(f"{row}\n")
         server.stdin.flush()
@@ -212,7 +213,7 @@ def answer(server: subprocess.Popen[str], row: str = "") -> str:
 def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str, dict[str, float]]:
     """Returns the least microseconds of each side for each row.
 
-    A round has processes of its own, which measure each row in so many turns.
+    Each round starts new processes, which measure every row ``turns`` times.
     """
     best = {row: dict.fromkeys(SIDES, math.inf) for row in rows}
     for number in range(rounds):
@@ -227,7 +228,7 @@ def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str,
 
 
 def main() -> None:
-    """Builds, times, and prints a row for each kind of step."""
+    """Builds the other commit, times both sides, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", metavar="COMMIT", default="HEAD", help="builds and times it")
     parser.add_argument("--installed", metavar="FOLDER", type=Path, help="times this one instead")

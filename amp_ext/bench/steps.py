@@ -1,7 +1,4 @@
-"""Makes the timed programs: a step of each side, on parameters and gradients of its own.
-
-A side is one implementation of the same work; ``SIDES`` in work.py lists all of them.
-"""
+"""Makes the timed programs: a step of each implementation (side), on tensors of its own."""
 
 from __future__ import annotations
 

@@ -232,13 +232,7 @@ def _usage(
 
 
 def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
-    """Returns the bytes of one state, including the exponents of its blocks.
-
-    Args:
-        each: The elements of the parameter.
-        dtype: The dtype of the state, or one of :data:`CODED_STATES`.
-        code: The 8-bit format of the state, from ``_STATES``.
-    """
+    """Returns the bytes of a state with its exponents; ``code`` is its 8-bit format, or empty."""
     if isinstance(dtype, torch.dtype):
         return each.number * dtype.itemsize
     if code == "q8h":
