@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Looks at the objects of the last build in place for what the linker does not refuse. (That nothing
-# below the bindings needs Python shows there: an undefined name ends the link of the library.)
+# Checks the objects of the last build in place for mistakes that the linker accepts. (The linker itself
+# shows that the library doesn't need Python, because an undefined symbol fails its link.)
 #
-# Functions that it may share between a CPU engine and other sources: of two copies it takes any, and
-# one with AVX-512 in it would end the plain engine too. State of amp_ext in the module for Python: all
-# of it belongs to the library, of which a process has one. Names that the module exports: some compilers
-# link their standard library into it, and a part of that must not be mixed with PyTorch's.
+# - A CPU engine must not share functions with other sources. The linker keeps any one of several copies,
+#   and a copy with AVX-512 would crash the plain engine on other processors.
+# - The Python module must have no state of amp_ext. All state belongs to the library, which a process
+#   loads once.
+# - The Python module must export only its init function. Some compilers link parts of their standard
+#   library into it, which must not mix with PyTorch's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -23,7 +25,7 @@ for object in "$build"/csrc/cpu/engine_*.o; do
 done
 echo "no function of a CPU engine is shared"
 
-# The build unites the sources of csrc/python in one that it writes.
+# The build compiles all sources of csrc/python as one generated file.
 if nm -C --defined-only "$build/$build/csrc/united/python.o" | grep ' [bBdD] .*amp_ext::' | grep -vE ' (vtable|typeinfo( name)?) for '; then
   echo "check_link.sh: csrc/python has state, which belongs to the library" >&2
   exit 1

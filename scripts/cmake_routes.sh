@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Builds the program of tests/cpp/smoke on the two ways that compile the library again, and runs it:
+# Builds and runs the program of tests/cpp/smoke in the two ways that compile the library with CMake:
 #
-#   the sources as a folder of the program's project (add_subdirectory, FetchContent)
-#   a prefix that the sources were installed to, and a torch, with no variable of the environment set
+#   the sources are a folder of the program's project (add_subdirectory, FetchContent)
+#   the library is installed to a prefix and found there, without environment variables
 #
-# The way from the package for Python is tested by tests/programs/test_cmake.py.
+# tests/programs/test_cmake.py tests the third way, which uses the library of the Python package.
 #
-#   PYTHON=.venv/bin/python   has the torch
-#   MAX_JOBS=2                compiles so many files at once
+#   PYTHON=.venv/bin/python   Python that has the PyTorch to link
+#   MAX_JOBS=2                number of files to compile at once
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Compiles every csrc/cuda/*.cu with nvcc alone (no PyTorch header in reach) for the architectures
-# that people train on, then reads the machine code: check_machine_code.py says what it must be like.
+# Compiles every csrc/cuda/*.cu with nvcc and without PyTorch's headers, for the usual GPU architectures of
+# training, then checks the machine code with check_machine_code.py.
 #
-#   PYTHON=.venv/bin/python   has nvdisasm among its packages, if neither the PATH nor the toolkit has
-#   MAX_JOBS=2                compiles so many files at once
-#   ARCHITECTURES='80 90 100' are compiled for; the CUDA build reads its own machine code for sm_90
+#   PYTHON=.venv/bin/python   Python with the nvdisasm package, if PATH and toolkit have no nvdisasm
+#   MAX_JOBS=2                number of files to compile at once
+#   ARCHITECTURES='80 90 100' compute capabilities; cuda_build.sh checks its own machine code for sm_90
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,12 +23,12 @@ trap 'rm -rf "$out"' EXIT
 known=$(nvcc --list-gpu-arch)
 architectures=
 for number in ${ARCHITECTURES:-80 90 100}; do
-  # CUDA 12.8 is the first to know the last.
+  # Skips architectures that nvcc doesn't know: 100 needs CUDA 12.8.
   ! grep -qx "compute_$number" <<< "$known" ||
     architectures+=" -gencode=arch=compute_$number,code=sm_$number"
 done
 
-# What setup.py and PyTorch pass, but for the language standard: here the oldest we support.
+# The flags are those of setup.py and PyTorch, except for the oldest supported language standard.
 compile() {
   nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false $3 \
     -DAMP_EXT_WITH_CUDA=1 --expt-relaxed-constexpr -Xptxas -v -Werror all-warnings \

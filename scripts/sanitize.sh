@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Runs the tests over a CPU engine and over CUDA kernels on the emulator that are compiled with
-# AddressSanitizer and UndefinedBehaviorSanitizer, and every kernel under ThreadSanitizer.
+# Runs tests with sanitizers: the CPU engine and the emulated CUDA kernels with AddressSanitizer and
+# UndefinedBehaviorSanitizer, and every kernel with ThreadSanitizer.
 #
-# AddressSanitizer sees accesses outside a tensor's memory, the other one misaligned accesses,
-# overflows and the like. The emulated kernels run in a random order.
-# ThreadSanitizer takes the threads of a block for threads: it sees a missing barrier. Arguments go
-# to pytest (scripts/sanitize.sh -k adam, scripts/sanitize.sh tests/scaler/test_nonfinite.py); without any,
-# all tests that reach memory run, of both engines.
+# AddressSanitizer finds accesses outside a tensor's memory, UndefinedBehaviorSanitizer misaligned accesses,
+# overflows and the like. Threads of emulated kernels run in random order. ThreadSanitizer treats the
+# threads of a block as threads and finds missing barriers. Arguments are passed to pytest, for example
+# `-k adam` or tests/scaler/test_nonfinite.py. Without any, runs all tests of both engines that access memory.
 #
-#   WORKERS='-n 2'   pytest's, for pytest-xdist, where all run
+#   WORKERS='-n 2'   options for pytest-xdist, used if the script has no arguments
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
 python=$(realpath --no-symlinks "$(command -v "${PYTHON:-.venv/bin/python}")")
 build=("$python" tests/cuda_emulator/build.py)
 export CUDA_EMULATOR_SANITIZERS=address,undefined
-# Older sanitizers do not find their way where addresses are very random.
+# Turns address randomization off if possible, because older sanitizers fail with much of it.
 ! setarch -R true 2> /dev/null || run="setarch -R"
 
 echo "Building the modules with $CUDA_EMULATOR_SANITIZERS"
@@ -29,32 +28,33 @@ for seed in '' 1 2; do
   env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
 done
 
-# The package, file by file, with the module just built in place of its own.
+# Links the files of the package into a copy, and replaces its module by the one just built.
 package=$root/build/sanitize/amp_ext
 rm -rf "$package"
 mkdir -p "$package"
 cp -rs "$root/amp_ext/." "$package"
-rm -rf "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # that module links no library
+rm -rf "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # the new module needs no library
 ln -s "$module" "$package"
 cd "$package/.."
 
 echo "Running the tests"
-# Before Python, which knows nothing of them; the C++ library too, or the first exception ends it.
+# Preloads the sanitizer, because Python is not linked with it, and the C++ library, because otherwise the
+# first exception ends the process.
 preload="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1
 checked() {
   ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
 }
-# Without a path those that reach memory run. Not ranks, which have a minute each. Programs start compilers, or
-# Python in an environment without these, want the library that this module does not link, or memory not to
-# grow, while AddressSanitizer keeps for a while what is freed. The trainer calls what the other folders do.
+# Runs pytest; without a path, on the tests that access memory. Leaves out the tests of ranks, which have a
+# minute each; of programs, which start compilers or other processes, need the library, or check that memory
+# does not grow (AddressSanitizer delays frees); and of the trainer, which makes the same calls as others.
 tests() {
   local argument paths=() options=()
   for argument; do
     case $argument in
       "$root"/*) paths+=("$argument") ;;
-      tests | tests/*) paths+=("$root/$argument") ;; # as it is seen from the checkout
+      tests | tests/*) paths+=("$root/$argument") ;; # relative to the checkout
       *) options+=("$argument") ;;
     esac
   done

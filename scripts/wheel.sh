@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds a wheel for the PyTorch of this environment into dist/, installs it with that PyTorch into an
-# empty environment elsewhere, and uses it there, from Python and from a program in C++.
+# empty environment elsewhere, and tests it there, from Python and from a C++ program.
 #
-#   PYTHON=.venv/bin/python   has the PyTorch
+#   PYTHON=.venv/bin/python   Python with the PyTorch to build for
 #
-# The wheel says what it was built for: amp_ext-0.1.0+torch2.13cpu-cp311-...whl. It is a local version,
-# not a build number, so that pip and `pip list` tell two such wheels apart and one can be asked for by
-# name: amp-ext==0.1.0+torch2.13cpu. And it asks for that minor release, torch==2.13.*, so that pip neither
-# puts it beside another one nor takes the PyTorch away that is there.
+# The name of the wheel shows its PyTorch: amp_ext-0.1.0+torch2.13cpu-cp311-...whl. The suffix is a local
+# version, not a build number, so that pip distinguishes such wheels and can install one by version:
+# amp-ext==0.1.0+torch2.13cpu. The wheel requires that minor release, torch==2.13.*, so that pip neither
+# combines it with another PyTorch nor replaces the installed one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -36,7 +36,7 @@ trap 'rm -rf "$out"' EXIT
 cd "$out"
 "$python" -m venv env
 env/bin/python -m pip install -qq --no-cache-dir "torch==$torch"
-env/bin/python -m pip install -qq --no-index "$wheel" # beside that PyTorch, whatever others there are
+env/bin/python -m pip install -qq --no-index "$wheel" # offline, so that pip must use that PyTorch
 env/bin/python -c 'import sys
 from importlib.metadata import requires
 wanted = "torch==" + ".".join(sys.argv[1].split(".")[:2]) + ".*"
