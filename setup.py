@@ -257,7 +257,7 @@ class BuildExtension(cpp_extension.BuildExtension):
     """Builds the library, the module that links it, and files that describe the build."""
 
     def run(self) -> None:
-        """Builds, then writes ``_build_info.json`` for Python and ``amp_extBuild.cmake``."""
+        """Builds both extensions, then writes ``_build_info.json`` and ``amp_extBuild.cmake``."""
         backends = "cpu and cuda" if with_cuda else "cpu"
         print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
         self.in_place = bool(self.inplace)  # setuptools clears `inplace` while it builds

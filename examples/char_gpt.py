@@ -57,7 +57,7 @@ class Settings:
 QUICK = Settings(steps=40, warm_up=4, rows=8, context=32, width=32, layers=2, written=40)
 LEARNING_RATE = 2e-3  # peak of the learning rate, after the warm-up
 MAX_GRAD_NORM = 1.0
-INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
+INITIAL_SCALE = 2.0**24  # too high on purpose (default: 2**16)
 GROWTH_INTERVAL = 50  # steps without overflow before the scale doubles (default: 2000)
 COLOURS = {"train": "#56B4E9", "validation": "#004D7A", "resumed": "#D55E00", "other": "#000000"}
 

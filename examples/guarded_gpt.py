@@ -192,7 +192,7 @@ def make_table(results: Results) -> str:
     """Formats the results as a table: means over the seeds, and the worst seed."""
     table = [["run", "nats", "above clean", "at most", "broken skipped", "healthy skipped"]]
     for recipe, runs in results.items():
-        above = differences(results, recipe, CLEAN, "last_loss")  # nats, for each seed
+        above = differences(results, recipe, CLEAN, "last_loss")  # gap in nats, for each seed
         row = [recipe.name, f"{mean(run.last_loss for run in runs):.3f}"]
         row += [f"{mean(above):+.3f}", f"{max(above):+.3f}"]
         for is_broken in (True, False):

@@ -34,7 +34,7 @@ NOISE = 8  # dimensions of the generator's input
 ROWS = 256  # batch size: points per step
 PACK = 2  # points that the discriminator judges together, so that it notices repeated points
 LEARNING_RATE = 2e-3
-INITIAL_SCALE = 2.0**24  # too high: the default is 2**16
+INITIAL_SCALE = 2.0**24  # too high on purpose (default: 2**16)
 GROWTH_INTERVAL = 50  # steps without overflow before the scale doubles (default: 2000)
 
 PLACES = 8  # cluster centres, on a ring of radius 1

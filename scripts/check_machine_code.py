@@ -315,7 +315,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
     """Yields the faults of a kernel."""
     if kernel.spills or kernel.stack:
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
-    blocks = kernel.blocks * kernel.threads // 256  # the fast path has blocks of half the threads
+    blocks = kernel.blocks * kernel.threads // 256  # in units of 256 threads
     if blocks < row.blocks:
         yield (
             f"its {kernel.registers} registers allow {blocks} blocks on a multiprocessor, "

@@ -62,7 +62,8 @@ def bytes_of(work: Work, program: Program) -> tuple[float, float]:
     size = work.dtype.itemsize
     reads = 0 if work.has_masters else size  # with a float32 master, the parameter is not read
     scan = size if work.scaler or work.clip else 0
-    average = 4 if work.average else 0  # float32: read, written, and its weight read
+    # The float32 average is read and written, and the weight that it averages is read.
+    average = 4 if work.average else 0
     moved = size + reads + size + 2 * kept + scan + 3 * average
     return 2 * size + kept + average, moved
 

@@ -60,7 +60,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """Name in the tables."""
+        """The name of the work in tables, such as "AdamW fp32 + scaler"."""
         parts = {
             "momentum": self.optimizer == "SGD",
             "master": self.has_masters,
@@ -130,7 +130,7 @@ class ShapeList:
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns ``count`` shapes of ``size`` elements, in rows of 32: a block of 8-bit states."""
+    """Returns ``count`` shapes ``[size / 32, 32]``. Rows of 32 are the blocks of 8-bit states."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size // 32, 32),) * count, size < 1000)
 

@@ -1,7 +1,7 @@
 """Computes how many bytes parameters, masters, gradients and optimizer states take in training.
 
-The sizes are exact and count everything that persists between steps. :data:`NOT_COUNTED` lists the
-memory that they leave out.
+The sizes are exact and count the tensors that persist between steps. :data:`NOT_COUNTED` lists the
+memory that is not counted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STATES: dict[str, tuple[str, ...]] = {
 #: Maps each optimizer to its number of states of the parameter's size.
 OPTIMIZERS = {name: len(states) for name, states in _STATES.items()}
 
-#: Memory that the sizes leave out.
+#: Memory that :func:`training_memory` does not count.
 NOT_COUNTED = (
     "activations",
     "the 16-bit copies of weights that autocast keeps until its block ends",
