@@ -357,7 +357,7 @@ class Loops(RuleBasedStateMachine):
         if scalers.kind in ("torch", "disabled") or scalers.twin._scale is None:
             return
         error = error_of(lambda: scalers.mine.step(sides.handle, lambda: 0.0))
-        self.differs("a closure, `scaler.step(optimizer, closure)`, with a fused optimizer")
+        self.differs("`scaler.step(optimizer, closure)` with a fused optimizer")
         assert "Closure use is not currently supported" in str(error), repr(error)
         self.did("closure_by_place")
 
@@ -447,7 +447,7 @@ class Loops(RuleBasedStateMachine):
         value = group.pop(name)
         text = str(error_of(sides.handle.step))
         group[name] = value
-        self.differs("an option of torch's that a group has lost")
+        self.differs("an option of torch that is missing in a group")
         assert f"{name} of group {index} must be there" in text, f"without {name}: {text}"
         for (_, pair), param in zip(sides, before, strict=True):
             assert_exact(pair.mine, param, "a parameter after a step that was refused")

@@ -200,7 +200,7 @@ class Machine(Watching):
         sides = self.sides(which)
         if self.scalers_of(sides).kind != "torch":  # to torch's it is another optimizer
             self.differs(
-                "`unscale_` of a wrapper, `step` of the optimizer inside, or the other way round"
+                "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse"
             )
             sides.wrap = HANDLES[handle]
             sides.handle = sides.wrap(sides.mine)
@@ -279,7 +279,7 @@ class Machine(Watching):
             if name not in OWN_OPTIONS:  # torch computes with a tensor in its dtype
                 others[name] = value.double() if isinstance(value, Tensor) else value
             if isinstance(value, np.generic):
-                self.differs("numbers of numpy in groups, in `state_dict`")
+                self.differs("numpy numbers in groups, in `state_dict`")
                 others[name] = value.item()
         self.did("change_option")
 
@@ -344,7 +344,7 @@ class Machine(Watching):
             if not pair.is_out_of_date:
                 assert_exact(doubled(master), pair.twin, "a master")
         if inference:
-            self.differs("states, and tensors of a scaler, made in `torch.inference_mode()`")
+            self.differs("states and scaler tensors created in `torch.inference_mode()`")
         self.did("average")
 
     # Copies and files.
@@ -395,7 +395,7 @@ class Machine(Watching):
     def _into_ours(self, sides: Sides, by_name: bool, inference: bool) -> None:
         file, old = through_a_file(sides.handle.state_dict()), sides.mine
         if by_name:
-            self.differs("a parameter whose name is at another place in the file")
+            self.differs("a named parameter at another position in the file")
             # Of a model that declares its layers in the other order, behind DDP
             for number, saved in enumerate(file["param_groups"]):
                 saved["param_names"] = [f"module.{number}.{i}" for i in range(len(saved["params"]))]

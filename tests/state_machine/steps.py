@@ -198,7 +198,7 @@ class Step:
         """Lets torch's scaler unscale, as ours has done; returns what ours must raise instead."""
         sides, scalers = self.sides, self.scalers
         self.differs(
-            "an object around a fused optimizer that shows `_step_supports_amp_scaling`, "
+            "a wrapper that exposes `_step_supports_amp_scaling` of a fused optimizer, "
             "in `scaler.step`"
         )
         if scalers.twin._scale is None:
@@ -220,7 +220,7 @@ class Step:
     def _step_torchs(self, error: BaseException | None) -> BaseException | None:
         sides, scalers = self.sides, self.scalers
         if self._meets_scaled_grads():
-            self.differs("`optimizer.step()` with gradients that `scaler.step` took")
+            self.differs("`optimizer.step()` after `scaler.step(optimizer)`")
             return RuntimeError("refused by our side alone")
         if scalers is not None and not self.with_grads and not isinstance(error, Exception):
             state = scalers.state_of(sides)
@@ -236,7 +236,7 @@ class Step:
                 return error
         sees_late = scalers is not None and scalers.kind != "torch" and scalers.flags_of(sides)
         if sees_late and self.has_late_grads():
-            self.differs("a gradient that comes between `unscale_` and `step`")
+            self.differs("a gradient that is added between `unscale_` and `step`")
             return RuntimeError("refused by our side alone")
         hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
         try:
@@ -251,7 +251,7 @@ class Step:
             if self.hook_was_called or self.plan.interrupted == "after":
                 self.differs("step hooks when a step is skipped")
         if isinstance(expected, SkippedError):
-            self.differs("inf and NaN that come after the look of a scaler")
+            self.differs("inf and NaN that appear after the scaler's check")
             scalers.knows(sides)["stage"] = STEPPED
             if self.plan.hook is not None and self.was_ready and scalers.kind != "torch":
                 for flag in scalers.flags_of(sides).values():
