@@ -140,7 +140,7 @@ def test_the_docker_image_has_the_pinned_torch_and_is_the_one_of_the_page():
     assert f"torch=={torch_of_base}\n" in (ROOT / "requirements.txt").read_text()
     page = (ROOT / "docs" / "install.md").read_text()
     assert f"`{base}`" in page
-    assert f"CUDA {cuda} was tried" in page
+    assert f"CUDA {cuda} was tested" in page
     # The page sets no argument that the Dockerfile does not have.
     arguments = set(re.findall(r"--build-arg (\w+)=", page))
     assert arguments == {"AMP_EXT_CUDA", "BASE", "TORCH_CUDA_ARCH_LIST"}
