@@ -41,7 +41,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs torch's distributed parts when it is asked for."""
+    """Imports the classes that need ``torch.distributed`` only when they are used."""
     if name == "LoadPlanner":
         from amp_ext.load_planner import LoadPlanner
 

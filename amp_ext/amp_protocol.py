@@ -1,7 +1,8 @@
-"""What a gradient scaler and an optimizer that unscales inside its own step say to each other.
+"""The protocol between a gradient scaler and an optimizer that unscales inside its own step.
 
-A scaler asks such an optimizer to look at its gradients, and hands over for one step what that step
-must know: the scale that they carry, whether one of them is inf or NaN, and the look.
+The scaler first lets the optimizer scan its gradients for inf and NaN. For the step itself it
+passes an :class:`AmpStepContext` with the loss scale that the gradients carry, the ``found_inf``
+flag and the result of the scan.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ __all__ = [
     "unscaling_optimizer",
 ]
 
-#: Of torch's scaler and of ours: what an optimizer says that found no gradient looked at.
+#: The error of torch's scaler and ours when ``step`` finds that no gradient was scanned.
 NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
-#: The text with which torch's scaler refuses ``closure=``.
+#: The error with which torch's scaler refuses ``closure=``.
 NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 _SUPPORTS = "_step_supports_amp_scaling"
@@ -36,16 +37,18 @@ _SUPPORTS = "_step_supports_amp_scaling"
 
 @dataclass(slots=True)
 class GradScan:
-    """What a look at all gradients of an optimizer has found.
+    """The result of one scan of all gradients of an optimizer for inf and NaN.
 
     Attributes:
-        found_infs: By device that holds a gradient, one float32: not 0 if one is inf or NaN.
-        first_nonfinites: By device, one int64: the index of the first bad gradient. An update of
-            the scale reads and resets it.
-        sum_of_squares: One float64, of the gradients as they were, over all ranks that have parts
-            of them. None if no other rank has, or no norm is wanted.
-        squares_of_params: For each parameter one float64, likewise of its gradient, NaN if it has
-            none. None where ``sum_of_squares`` is, or the norm of each is not wanted.
+        found_infs: Maps each device that holds a gradient to one float32, which is not 0 if a
+            gradient there is inf or NaN.
+        first_nonfinites: Maps each of these devices to one int64, the index of the first parameter
+            whose gradient has an inf or NaN. ``GradScaler.update`` reads and resets it.
+        sum_of_squares: One float64, the sum of the squares of the still scaled gradients, over the
+            ranks of the shards or of the guard's process group. None without either, or if no norm
+            is needed.
+        squares_of_params: float64 of shape ``[parameters]``, the same sum for each gradient, NaN
+            without a gradient. None if nothing is sharded, or the norm of each is not needed.
     """
 
     found_infs: Mapping[torch.device, Tensor]
@@ -56,16 +59,16 @@ class GradScan:
 
 @dataclass(slots=True)
 class AmpStepContext:
-    """What a scaler hands to an optimizer for one step.
+    """Everything that a scaler passes to an optimizer for one step.
 
     Attributes:
-        grad_scale: One float32, the scale that the gradients carry; None: they carry none.
-        found_inf: One float32; anything but 0: the step is skipped. The int 0 if nothing had a
-            gradient when the scaler looked; None if there is no scaler.
-        look: The look of this step; None if the gradients were unscaled before. The optimizer
-            replaces it if it had to look again.
-        is_used: Whether the optimizer has stepped with it. It says so right before it writes, and
-            takes it back if nothing was written.
+        grad_scale: One float32, the loss scale that the gradients carry. None if they are unscaled.
+        found_inf: One float32; the step is skipped if it is not 0. The int 0 if no parameter had a
+            gradient during the scan, None if there is no scaler.
+        scan: The scan for this step, or None if ``unscale_`` was called before. The optimizer
+            replaces it if it had to scan again.
+        is_used: True once the optimizer has stepped with this context. The step sets it right
+            before it first writes, and resets it if nothing was written after all.
     """
 
     grad_scale: Tensor | None
@@ -77,27 +80,29 @@ class AmpStepContext:
 class SupportsFusedUnscale(Protocol):
     """An optimizer that unscales gradients inside its own step.
 
-    A scaler finds both methods through an object that delegates to the optimizer as well: looked up
-    there, they are bound to the optimizer itself.
+    A scaler also finds it behind a wrapper that delegates attributes to it: a method looked up on
+    the wrapper is bound to the optimizer itself.
     """
 
     def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
-        """Looks for inf and NaN in all gradients, which it does not write.
+        """Scans all gradients for inf and NaN without writing them.
 
         Args:
-            found_inf: One float32 that the flags start from; copied, not written.
-            grad_scale: One float32, or None. Without a finite inverse it counts as an overflow.
+            found_inf: One float32, the initial value of the flags; copied, not written.
+            grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite
+                counts as an overflow.
         """
 
     def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
-        """Takes what the next step needs, in place of all that was set before; None ends it."""
+        """Sets the context of the next step and discards an earlier one; None ends the step."""
 
 
 def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
-    """Returns the optimizer behind an object, if it unscales in its step and says so here.
+    """Returns the optimizer behind an object if it unscales inside its step, else None.
 
     Args:
-        optimizer: The optimizer itself, or an object that delegates to it and has its parameters.
+        optimizer: The optimizer itself, or a wrapper that delegates to it and has the same
+            parameters.
     """
     found = getattr(getattr(optimizer, "set_amp_context", None), "__self__", None)
     if found is None or found is optimizer or _has_params_of(optimizer, found):
@@ -106,11 +111,12 @@ def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
 
 
 def optimizer_inside(optimizer: Any) -> Any:
-    """Returns the optimizer that an object stands for: the one that it delegates to, or itself.
+    """Returns the optimizer that a wrapper delegates to, or the object itself if it wraps none.
 
     Args:
-        optimizer: The optimizer; an object that delegates to it; or one that shows its groups and
-            has it among its attributes, as a class that derives from ``torch.optim.Optimizer``.
+        optimizer: The optimizer; or a wrapper that delegates attributes to it; or a wrapper that
+            shows its groups and stores it in an attribute, such as a subclass of
+            ``torch.optim.Optimizer``.
     """
     inside = unscaling_optimizer(optimizer)
     if inside is not None:
@@ -122,12 +128,12 @@ def optimizer_inside(optimizer: Any) -> Any:
 
 
 def takes_scale(optimizer: Any) -> bool:
-    """Returns whether the gradients may keep their scale for the step of an object.
+    """Returns True if the gradients may stay scaled when the scaler steps an object.
 
-    An object that steps other optimizers may have copied ``_step_supports_amp_scaling`` from them,
-    or may delegate it, and not pass on the scale that it is given. So its gradients are unscaled
-    before its step, which is right in any case. The exception is an object that delegates all to
-    one optimizer: the scaler finds that one and gives it the scale itself.
+    A wrapper may copy or delegate ``_step_supports_amp_scaling`` from the optimizers that it steps
+    without passing the scale on to them. Therefore its gradients are unscaled before the step,
+    which is always correct. The exception is a wrapper that delegates everything to one optimizer:
+    the scaler finds that optimizer and passes the scale to it directly.
 
     Raises:
         TypeError: If the object hides the optimizer whose attribute it shows.
@@ -148,17 +154,17 @@ def takes_scale(optimizer: Any) -> bool:
 
 
 def _owner_of_hooks(optimizer: Any) -> Any:
-    """Returns the optimizer that a delegating object shows by its methods, or the object itself."""
+    """Returns the optimizer to which a wrapper's methods are bound, or the object itself."""
     return getattr(getattr(optimizer, "register_step_pre_hook", None), "__self__", optimizer)
 
 
 def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Returns the other optimizers among an object's attributes, also in lists and dicts."""
+    """Returns the other optimizers in an object's attributes, and in lists and dicts there."""
     if type(optimizer).__module__.startswith("torch.optim."):
-        return []  # a look into all of its attributes takes longer than its step
+        return []  # searching all of its attributes takes longer than its step
     found = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        if name in ("state", "param_groups"):  # long, and without optimizers
+        if name in ("state", "param_groups"):  # both are long and hold no optimizers
             continue
         if isinstance(value, dict):
             value = value.values()
@@ -169,7 +175,7 @@ def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _has_params_of(optimizer: Any, other: Any) -> bool:
-    """Returns whether an object has the parameters of an optimizer, all of them and no others."""
+    """Returns True if an object has exactly the parameters of an optimizer, or no groups at all."""
     if optimizer is other:
         return True
     groups, others = getattr(optimizer, "param_groups", None), other.param_groups
@@ -181,7 +187,7 @@ def _ids_of_params(groups: Any) -> list[list[int]]:
 
 
 def check_has_groups(operation: str, optimizer: Any) -> None:
-    """Refuses what has no groups of parameters, on behalf of an operation of a scaler."""
+    """Raises TypeError if an object has no ``param_groups``; the error names the operation."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"GradScaler.{operation}: optimizer must have param_groups, as a "
@@ -190,16 +196,16 @@ def check_has_groups(operation: str, optimizer: Any) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device; what is read on the CPU has arrived there."""
+    """Returns a tensor on a device. A copy to the CPU is synchronous and can be read at once."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | int:
-    """Returns a new tensor with the sum of all devices' flags; the int 0 without any, as torch.
+    """Returns a new tensor with the sum of all flags, or the int 0 if there are none, as in torch.
 
     Args:
-        flags: By device, one float32.
-        device: Where the sum is to be.
+        flags: Maps each device to one float32.
+        device: The device of the sum.
     """
     if not flags:
         return 0
@@ -208,30 +214,31 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
 
 
 class GradScaleAttributes:
-    """What optimizers are handed in torch's way: ``grad_scale`` and ``found_inf``, for a step."""
+    """Sets ``grad_scale`` and ``found_inf`` on optimizers for one step, as torch's scaler does."""
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts without any attributes to delete later."""
         self._values: list[tuple[Any, str, Any]] = []
 
     def set_for(self, optimizer: Any, amp_context: AmpStepContext) -> None:
-        """Sets them until they are taken back, also on the optimizer that an object delegates to.
+        """Sets both attributes until :meth:`take_back`, also on the optimizer behind a wrapper.
 
         Args:
-            optimizer: The optimizer, or an object that delegates to it.
-            amp_context: What it must know.
+            optimizer: The optimizer, or a wrapper that delegates to it.
+            amp_context: The context with the two values.
         """
         inner = _owner_of_hooks(optimizer)
         for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
                 value = getattr(amp_context, name)
-                self._values.append((holder, name, value))  # first: an interrupt may come
+                # Registers the value before it sets it, because an interrupt may come between.
+                self._values.append((holder, name, value))
                 setattr(holder, name, value)
 
     def take_back(self) -> None:
-        """Deletes those that were set, and no others."""
+        """Deletes the attributes that were set, unless someone has replaced their values since."""
         for holder, name, value in self._values:
             if getattr(holder, name, None) is value:
-                with contextlib.suppress(AttributeError):  # the same object behind both
+                with contextlib.suppress(AttributeError):  # a wrapper may share them
                     delattr(holder, name)
         self._values.clear()

@@ -1,7 +1,8 @@
-"""Finds the compiled module, and explains at its first use what keeps it from loading.
+"""Loads the compiled module, or explains at its first use why it can't be loaded.
 
-``_C`` holds the bindings and links ``lib/libamp_ext.so``, which has all the rest. The loader takes
-only the library of the same build, whose name is the version of all that it exports.
+``_C`` holds the bindings and links ``lib/libamp_ext.so``, which holds everything else. The symbols
+of that library carry a version made from its build, so that the loader rejects a library and a
+``_C`` of different builds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _REBUILD = (
 
 
 class _BrokenBinary:
-    """Stands for a compiled module that does not load: importing works, the first use explains."""
+    """A stand-in for a module that can't be loaded: importing works, the first use raises."""
 
     def __init__(self, reason: str, cause: ImportError | None = None) -> None:
         self._reason = reason
@@ -34,7 +35,7 @@ class _BrokenBinary:
 
 
 def _build_info() -> dict[str, Any]:
-    """Returns what the build has noted beside the binary; nothing if that can't be read."""
+    """Returns the build information stored next to the binary; empty if it can't be read."""
     try:
         info = json.loads(Path(__file__).with_name("_build_info.json").read_text())
     except (OSError, ValueError):
@@ -43,16 +44,17 @@ def _build_info() -> dict[str, Any]:
 
 
 def _interface(version: str) -> str:
-    """Returns by what of a version torch's C++ interface differs: by the minor release.
+    """Returns the part of a torch version that determines its C++ interface: the minor release.
 
-    What is not a release, as a nightly build, fits itself alone.
+    A version that is not a release, such as a nightly build, is returned whole and matches only
+    itself.
     """
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", version)
     return release[1] if release else version
 
 
 def _fits(built: dict[str, Any]) -> bool:
-    """Whether the torch that runs has the C++ interface and the CUDA of a build."""
+    """Returns True if the running torch has the C++ interface and CUDA version of a build."""
     cuda = built.get("cuda") and built["cuda"].split(".")[0]
     found = torch.version.cuda and torch.version.cuda.split(".")[0]
     version = built.get("torch", torch.__version__)
@@ -60,7 +62,7 @@ def _fits(built: dict[str, Any]) -> bool:
 
 
 def _installed_elsewhere(package: Path) -> Path | None:
-    """Returns the folder of a built amp_ext that stands later on the path than this one."""
+    """Returns the folder of another, built amp_ext on ``sys.path``, or None."""
     for entry in sys.path:
         found = Path(entry or ".").resolve() / "amp_ext"
         if found != package.resolve() and any(found.glob("_C.*.so")):
@@ -69,7 +71,7 @@ def _installed_elsewhere(package: Path) -> Path | None:
 
 
 def load_binary() -> Any:
-    """Imports the compiled module, unless it was built for another torch."""
+    """Imports and returns the compiled module, or a stand-in whose first use raises ImportError."""
     built = _build_info()
     built_for = f"torch {built.get('torch')} and Python {built.get('python')}"
     running = f"torch {torch.__version__} and Python {platform.python_version()}"
@@ -106,7 +108,7 @@ def load_binary() -> Any:
 
 
 def _warned(error: ImportError) -> str:
-    """Returns what keeps the module from loading, as far as the loader's text tells."""
+    """Returns why the module can't be loaded, as far as the loader's message tells it."""
     if "libamp_ext.so: cannot open" in str(error):
         return "amp_ext's library lib/libamp_ext.so is not there"
     if "version `AMP_EXT_" in str(error):

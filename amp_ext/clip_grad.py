@@ -1,4 +1,4 @@
-"""Clipping of gradients apart from a step, in place of torch.nn.utils.clip_grad_norm_."""
+"""Gradient clipping outside of a step, in place of ``torch.nn.utils.clip_grad_norm_``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Reads every gradient once; writes them only if the norm is too large. Nothing waits for a GPU.
-    Inside a step it costs nothing more: see ``max_grad_norm`` of the optimizers.
+    Reads every gradient once, and writes gradients only if the norm is too large. Nothing waits for
+    a GPU. Clipping inside a step costs nothing more: see ``max_grad_norm`` of the optimizers.
 
     Args:
-        parameters: One tensor or an iterable of them, of which one listed twice counts once. Their
-            gradients are multiplied in place by ``max_norm / (norm + 1e-6)`` where that is below 1.
-        max_norm: Norm to keep below; 0 makes every gradient 0.
-        norm_type: Other norms than 2 are torch's own.
+        parameters: A tensor or an iterable of tensors; a tensor that is listed twice counts once.
+            Their gradients are multiplied in place by ``max_norm / (norm + 1e-6)`` if that is below
+            1.
+        max_norm: Largest norm; 0 makes every gradient 0.
+        norm_type: Order of the norm. Orders other than 2 are computed by torch's function.
         error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
-        foreach: Accepted for drop-in use; there is one path.
-        total_norm: The norm, one number, if the caller has it: nothing is read for it then. By one
-            that is not float64 all are clipped in float32.
+        foreach: Accepted for compatibility with torch; the fused kernels ignore it.
+        total_norm: The norm, one number, if you know it already; then it is not computed. If it is
+            a tensor but not float64, all gradients are multiplied in float32.
 
     Returns:
         The norm before clipping, on the device of the first gradient: one float32, or one float64
-        if a gradient is float64. Those are multiplied in float64 then, on a GPU also by 1.
+            if a gradient is float64. In that case float64 gradients are multiplied in float64, and
+            on a GPU they are written even if the factor is 1.
 
     Raises:
-        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or a gradient
-            does not fit; nothing has been written then.
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or the kernel
+            refuses a gradient, for example one that shares memory with another. No gradient has
+            been written then.
 
     Reference:
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
@@ -60,7 +63,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     by_device: dict[torch.device, list[Tensor]] = {}
     ours = True
-    for param in dict.fromkeys(parameters):  # a tied parameter counts once
+    for param in dict.fromkeys(parameters):  # a shared parameter counts once
         if (grad := param.grad) is not None:
             by_device.setdefault(grad.device, []).append(grad)
             ours &= type(grad) is Tensor and not grad.is_sparse and grad.is_floating_point()
@@ -73,7 +76,7 @@ def clip_grad_norm_(
                 parameters, max_norm, norm_type, error_if_nonfinite, foreach
             )
         total_norm = _total_norm(by_device).to(dtype)
-    if not isinstance(total_norm, Tensor):  # on its device, whatever the default one is
+    if not isinstance(total_norm, Tensor):  # on the device of the gradients, not the default one
         some_device = next(iter(by_device), torch.device("cpu"))
         total_norm = torch.tensor(total_norm, dtype=dtype, device=some_device)
     if error_if_nonfinite and not torch.isfinite(total_norm):

@@ -1,4 +1,4 @@
-"""Where CMake finds amp_ext, for programs in C++.
+"""Prints the folder in which CMake finds amp_ext, for programs in C++.
 
 cmake -S . -B build -Damp_ext_DIR="$(python -m amp_ext.cmake)"
 """
@@ -19,7 +19,7 @@ def folder() -> Path:
     """Returns the folder of ``amp_extConfig.cmake``, for ``amp_ext_DIR``.
 
     Raises:
-        FileNotFoundError: If the library that programs link was not built.
+        FileNotFoundError: If the library that programs link against was not built.
     """
     found = _PACKAGE / "share" / "cmake" / "amp_ext"
     library = _PACKAGE / "lib" / "libamp_ext.so"
@@ -30,7 +30,7 @@ def folder() -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the folder; returns the exit code, 1 if there is no library."""
+    """Prints the folder. Returns the exit code: 0, or 1 if the library was not built."""
     _parser().parse_args(arguments)
     try:
         print(folder())

@@ -1,9 +1,12 @@
-"""The operations as ``torch.compile`` takes them: whole, with what each of them writes declared.
+"""Registers the operations for ``torch.compile``, as operators that declare what they write.
 
-``operation`` makes an operator of a function of :mod:`amp_ext.ops`, by its signature, as
-``torch.ops.amp_ext.adam``. Inside a compiled region the function calls its operator; elsewhere it
-runs directly, which costs 40 µs less. A schema has no optional lists that are written: whether one
-is given is an argument of its own. A learning rate is two as well, a number and a tensor.
+The decorator ``operation`` derives an operator such as ``torch.ops.amp_ext.adam`` from the
+signature of a function of :mod:`amp_ext.ops`. Inside a compiled region the function calls its
+operator; elsewhere it runs directly, which saves 40 µs.
+
+The schema of an operator allows no optional lists that are written, so each becomes a list and a
+bool that tells whether it was given. A learning rate becomes two arguments as well, a number and a
+tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: The operators by their names, without namespace.
+#: Maps the names of the operators, without namespace, to the operators.
 OPERATORS: dict[str, Any] = {}
 
 _LIST = "Sequence[Tensor] | None"
 _NUMBER_OR_TENSOR = "float | Tensor"
 
-# What an operator takes for an argument of a function: its names behind the argument's, and types.
+# Maps the annotation of a function's argument to the operator's arguments: each key is a suffix of
+# the argument's name, each value a type.
 _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},
@@ -43,22 +47,22 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """Gives the operators as attributes: ``compiled_ops.adam``."""
+    """Returns an operator by its name, as in ``compiled_ops.adam``."""
     if name in OPERATORS:
         return OPERATORS[name]
     raise AttributeError(f"module 'amp_ext.compiled_ops' has no attribute {name!r}")
 
 
 def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Returns a function of the same signature that returns its arguments by name.
+    """Returns a function with the same signature that returns its arguments as a dict.
 
-    So Python itself checks a call, in its own words, which name the function.
+    A wrong call raises Python's own TypeError, with the name of the function in it.
     """
     signature = inspect.signature(function)
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     head = inspect.Signature(bare)
     body = ", ".join(f"{parameter.name!r}: {parameter.name}" for parameter in bare)
-    namespace: dict[str, Any] = {"inf": math.inf}  # a default
+    namespace: dict[str, Any] = {"inf": math.inf}  # used as a default in signatures
     exec(f"def {function.__name__}{head}: return {{{body}}}", namespace)
     return namespace[function.__name__]
 
@@ -69,11 +73,12 @@ def operation(
     """Registers a function of lists of tensors as an operator, which it calls inside a graph.
 
     Args:
-        writes: The arguments that the function writes.
-        without: Arguments that an operator does not have; a call that gives one is not compiled.
+        writes: Names of the arguments that the function writes.
+        without: Names of the arguments that the operator lacks. A call that passes one is not
+            compiled into the operator.
 
     Raises:
-        KeyError: If an argument has a type that operators have not.
+        KeyError: If an argument has a type that operators don't support.
     """
 
     def decorate(function: Function) -> Function:
@@ -91,8 +96,9 @@ def operation(
                 return str(error)
             return ""
 
-        # Called and not traced, as by `torch.compiler.assume_constant_result`, which would import
-        # dynamo for a second. Traced, a wrong call is refused too, but in dynamo's words.
+        # Dynamo calls this function instead of tracing it, so that a wrong call raises Python's
+        # error, not dynamo's. `torch.compiler.assume_constant_result` does the same, but importing
+        # dynamo takes a second.
         refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)
@@ -106,10 +112,10 @@ def operation(
                     return getattr(torch.ops.amp_ext, name)(*flat)
             return function(*args, **kwargs)
 
-        def kernel(*values: Any) -> Any:  # torch leaves out the last ones that are the defaults
+        def kernel(*values: Any) -> Any:  # torch omits trailing defaults
             return function(**_deep(types, iter(values)))
 
-        # Arguments behind all tensors have defaults, so that more of them can come.
+        # Only arguments after the last tensor have defaults, so that more can be appended later.
         last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(
@@ -134,7 +140,7 @@ def operation(
 
 
 def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> list[Any]:
-    """Returns the values that an operator takes for an argument."""
+    """Returns the values that the operator takes for one argument of the function."""
     value, type_ = arguments[argument], types[argument]
     if type_ == _NUMBER_OR_TENSOR:
         return [0.0, value] if isinstance(value, Tensor) else [value, None]
@@ -144,7 +150,7 @@ def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> li
 
 
 def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
-    """Returns the arguments of a function for the values that its operator was given."""
+    """Returns the arguments of the function for the values that its operator received."""
     arguments = {}
     for (argument, type_), value in zip(types.items(), values, strict=False):
         if type_ == _NUMBER_OR_TENSOR:

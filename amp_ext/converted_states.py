@@ -1,4 +1,4 @@
-"""Conversions of masters and moments between float32 and what is kept in fewer bits."""
+"""Converts master weights and moments between float32 and formats with fewer bits."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ __all__ = [
 
 
 def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
-    """Returns the lower part of a master of which a 16-bit parameter is the upper part.
+    """Returns the residual that completes a 16-bit parameter to its float32 master.
 
-    Both together are the master: of 16 bits exactly (float16 from 2^-16 on, to 2^-40 below), of 8
-    to 2^-15 of it. Where it does not round to the parameter, that has changed, and the
-    lower part is the parameter's own. Copies tensors of a GPU to the CPU and back.
+    Parameter and residual together give the master. A residual of 16 bits is exact, except for
+    float16 masters below 2^-16, which are within 2^-40. A residual of 8 bits gives the master with
+    a relative error of at most 2^-15. Where the master does not round to the parameter, the
+    parameter has been changed since, and parameter and residual together give the parameter's own
+    value. Tensors on a GPU are copied to the CPU and back.
 
     Args:
         param: float16 or bfloat16, of any shape.
         master: float32 of the same shape.
-        low_bits: 16 or 8.
+        low_bits: Number of bits of the residual for each element, 16 or 8.
 
     Returns:
-        uint8 of the parameter's shape and a last dimension of 2, or int8 of its shape; on its
-        device, in its layout.
+        The residual, with the device and the memory layout of the parameter. For 16 bits it is
+        uint8 of the parameter's shape with an additional last dimension of 2, for 8 bits int8 of
+        its shape.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -39,14 +42,14 @@ def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
 
 
 def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
-    """Returns the float32 master of which a 16-bit parameter and a lower part are the parts.
+    """Returns the float32 master of a 16-bit parameter and its residual.
 
     Args:
         param: float16 or bfloat16, of any shape.
-        residual: As returned by :func:`split_fp32`.
+        residual: The residual from :func:`split_fp32`.
 
     Returns:
-        float32 of the parameter's shape, on its device, in its layout.
+        The master, float32 of the parameter's shape, device and memory layout.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -55,18 +58,19 @@ def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
 
 
 def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
-    """Returns first moments as codes of their ratios to the roots of the second moments.
+    """Quantizes first moments to 8 bits, as ratios to the square roots of the second moments.
 
-    A ratio is measured in the power of two at or below that root, and rounded to nearest: bit 7 of
-    a code is its sign, the others its place, from 0 for 0 to 126 for 15.27 and more. Place 127
-    stands for what is not finite. Copies tensors of a GPU to the CPU and back.
+    Each ratio is measured in units of the largest power of two that does not exceed its root, and
+    rounded to nearest. Bit 7 of a code is the sign. The other bits are an index, from 0 for a ratio
+    of 0 to 126 for 15.27 and more; index 127 stands for inf and NaN. Tensors on a GPU are copied to
+    the CPU and back.
 
     Args:
         moment: float32, of any shape.
-        second_moment: float32 of the same shape, as it is stored.
+        second_moment: float32 of the same shape, with the values that its own storage format holds.
 
     Returns:
-        int8 of the same shape, on the same device.
+        The codes, int8 of the same shape, on the same device.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -75,14 +79,14 @@ def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
 
 
 def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
-    """Returns the first moments of codes.
+    """Returns the first moments that :func:`quantize_ratios` has quantized.
 
     Args:
-        codes: As of :func:`quantize_ratios`.
-        second_moment: float32 of the same shape, as it is stored.
+        codes: int8 codes from :func:`quantize_ratios`.
+        second_moment: float32 of the same shape, with the values that its own storage format holds.
 
     Returns:
-        float32 of the same shape, on the same device.
+        The moments, float32 of the same shape, on the same device.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -91,22 +95,26 @@ def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
 
 
 def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
-    """Returns moments as codes of 8 bits, and an exponent for each 32 of them.
+    """Quantizes moments to 8 bits, with one shared exponent for each block of 32 elements.
 
-    A second moment ("q8s") is coded by its root, and no positive one becomes 0; a momentum ("q8m")
-    by sign and magnitude. Both are rounded to nearest, in units of a power of two above the largest
-    of their group: a root with a sixteenth of the unit more, with 6 bits of its mantissa; a
-    magnitude linear below an eighth of the unit, by octaves above. A group that has inf or NaN
-    decodes to NaN. Copies tensors of a GPU to the CPU and back.
+    A second moment ("q8s") is stored as its square root, and a positive one never becomes 0; a
+    momentum ("q8m") is stored as sign and magnitude. Both are rounded to nearest, in units of a
+    power of two above the largest element of the block:
+
+    * A root is stored with 6 bits of mantissa, after 1/16 of the unit was added to it.
+    * A magnitude is stored linearly below 1/8 of the unit, and in octaves above.
+
+    A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to the CPU and back.
 
     Args:
-        moment: float32, of a shape whose first dimension is outermost in memory, and whose others
-            together have a multiple of 32 elements.
-        code: "q8s" or "q8m".
+        moment: float32. The first dimension must be outermost in memory, and the product of the
+            others must be a multiple of 32.
+        code: "q8s" for second moments or "q8m" for momenta.
 
     Returns:
-        uint8 of the same shape, and uint8 of the shape (shape[0], groups in a row), on the same
-        device. An exponent is that of a float32, with its bias of 127.
+        The codes, uint8 of the same shape; and the exponents, uint8 of the shape
+        ``(shape[0], blocks in a row)``, with the bias of 127 of a float32. Both are on the same
+        device.
 
     Raises:
         RuntimeError: If the dtype, the shape or the code does not fit.
@@ -115,15 +123,15 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
-    """Returns the moments of codes.
+    """Returns the moments that :func:`quantize_blockwise` has quantized.
 
     Args:
-        codes: As of :func:`quantize_blockwise`.
-        exponents: Likewise.
-        code: "q8s" or "q8m".
+        codes: uint8 codes from :func:`quantize_blockwise`.
+        exponents: uint8 exponents from :func:`quantize_blockwise`.
+        code: "q8s" or "q8m", as passed to it.
 
     Returns:
-        float32 of the shape of the codes, on the same device.
+        The moments, float32 of the shape of the codes, on the same device.
 
     Raises:
         RuntimeError: If a dtype, a shape or the code does not fit.

@@ -1,4 +1,4 @@
-"""The gradient scaler: torch's, with kernels that look once and only read."""
+"""The gradient scaler: torch's interface, with kernels that read the gradients once."""
 
 from __future__ import annotations
 
@@ -29,32 +29,34 @@ from amp_ext.scaler_ranges import checked
 from amp_ext.scaler_settings import DEVICE_TYPES, ScalerSettings
 from amp_ext.sharding import all_reduce_flags, check_guard, local_grads
 
-_TORCH_GRAD_SCALER = torch.amp.GradScaler  # whatever that name will stand for later
+_TORCH_GRAD_SCALER = torch.amp.GradScaler  # patch_torch() may replace its constructor later
 
 
 class GradScaler(ScalerSettings):
     """Scales the loss so that float16 gradients neither vanish nor overflow.
 
-    Takes the place of ``torch.amp.GradScaler``: the same constructor, methods, state dict, errors
-    and results. What differs:
+    Replaces ``torch.amp.GradScaler``, with the same constructor, methods, state dict, errors and
+    results. Differences:
 
-    * The search for inf and NaN in ``step`` reads gradients and never writes them.
-    * float16 gradients are welcome in ``step`` with an optimizer of ``amp_ext.optim``.
-    * A scale that has no finite inverse (0, or 1e-39) counts as an overflow and warns once; torch
+    * ``step`` searches for inf and NaN by reading the gradients, and never writes them.
+    * ``step`` accepts float16 gradients if the optimizer is one of ``amp_ext.optim``.
+    * A scale whose inverse is not finite (0, or 1e-39) counts as an overflow and warns once; torch
       would write NaN into the parameters.
-    * ``update`` also takes an int, or a tensor of one element and any shape.
-    * After an exception that came when ``unscale_`` or a step may have written, the iteration is
-      spent: both are refused until ``update``, which needs no look then.
-    * The scale can be kept within limits, held still, or made to endure some overflows.
-    * ``last_step_skipped``, ``stats`` and ``history`` tell what happened, without
-      waiting for a GPU.
+    * ``update`` also accepts an int, or a tensor of one element and any shape.
+    * If ``unscale_`` or a step is interrupted by an exception after it may have written gradients
+      or parameters, both raise an error until ``update`` is called. That call needs no gradients to
+      have been scanned.
+    * The scale can be kept within limits, kept constant, or allowed to survive some overflows.
+    * ``last_step_skipped``, ``stats`` and ``history`` report what happened without waiting for a
+      GPU.
 
-    Three rules of hysteresis are in use. torch has none: every overflow backs off. NeMo refills it
-    at every clean step, so that only overflows in a row count. Here, as in Megatron-LM, only a
-    growth refills it: with ``hysteresis=3`` the third overflow since the last growth backs off, and
-    each one after it does too.
+    Hysteresis means that the scale falls only after several overflows. torch has none: every
+    overflow reduces the scale. NeMo resets its counter at every clean step, so that only
+    consecutive overflows count. Here, as in Megatron-LM, only a growth of the scale resets it: with
+    ``hysteresis=3`` the third overflow since the last growth reduces the scale, and so does each
+    one after it.
 
-    The logger "amp_ext" gets one line at level INFO when the first scale has settled, and a WARNING
+    The logger "amp_ext" gets one INFO message when the first scale has settled. It gets a WARNING
     with the name of the first bad parameter when ``warn_after`` updates in a row were skipped.
 
     Reference:
@@ -67,30 +69,31 @@ class GradScaler(ScalerSettings):
         """Multiplies outputs by the scale.
 
         Args:
-            outputs: A tensor, or an iterable of tensors.
+            outputs: A tensor, or an iterable of tensors, such as the loss.
         """
-        if self._enabled and self._per_optimizer_states:  # not so in most loops
+        if self._enabled and self._per_optimizer_states:  # empty in most loops
             self._on_loss_scaled()
         return super().scale(outputs)
 
     @_disable_dynamo
     def _on_loss_scaled(self) -> None:
-        """Notes which gradients are unscaled: those that are made later may carry the scale."""
+        """Records which gradients are unscaled now; later gradients may carry the scale."""
         for state in self._per_optimizer_states.values():
             if "iteration" in state:
                 state["iteration"].on_loss_scaled(state["stage"] is OptState.STEPPED)
 
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
-        """Returns what is known of an optimizer since the last update.
+        """Returns the dict with the state of an optimizer since the last update.
 
-        torch and clients look the dict up by ``id(optimizer)``. A wrapper and the optimizer inside
-        share one dict; an id may be that of an object that is gone.
+        torch and other libraries look this dict up under ``id(optimizer)``. A wrapper and the
+        optimizer inside share one dict. The id of an object that no longer exists may be reused;
+        its dict is then moved to another key.
         """
         states, inside = self._per_optimizer_states, optimizer_inside(optimizer)
         for key in {id(optimizer), id(inside)}:
             iteration = states.get(key, {}).get("iteration")
             if iteration is not None and not iteration.is_of(inside):
-                states[-id(iteration)] = states.pop(key)  # for the update to count
+                states[-id(iteration)] = states.pop(key)  # update() still counts it
         state = states.get(id(optimizer))
         if state is None or state == _refresh_per_optimizer_state():
             state = states[id(inside)]
@@ -98,26 +101,28 @@ class GradScaler(ScalerSettings):
         return state
 
     def _start_iteration(self, operation: str, optimizer: Any, state: dict[str, Any]) -> Any:
-        """Refuses gradients that don't carry the scale; returns the flag that a look starts from.
+        """Starts the iteration of an optimizer; returns the initial ``found_inf`` flag of its scan.
 
-        From here on the state has the iteration that the compiled module keeps of the optimizer.
+        Raises RuntimeError if its gradients no longer carry the scale. Adds ``state["iteration"]``,
+        the data that the compiled module stores about the optimizer until the update.
         """
         inside = optimizer_inside(optimizer)
         return self._loss_scale.start_iteration(operation, vars(self), state, inside)
 
-    @_disable_dynamo  # a compiled program steps around it
+    @_disable_dynamo  # torch.compile breaks the graph here
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscales an optimizer's gradients in place and looks for inf and NaN among them.
+        """Unscales the gradients of an optimizer in place, and checks them for inf and NaN.
 
         Args:
-            optimizer: Whose gradients; once between two updates, before its step.
+            optimizer: The optimizer. Call this at most once between two updates, before its step.
 
         Raises:
-            AssertionError: If nothing was scaled.
-            RuntimeError: If they were unscaled, also with another optimizer, or the optimizer
-                stepped, since the last update, or the iteration is spent, or one is complex.
+            AssertionError: If no loss was scaled.
+            RuntimeError: If since the last update these gradients were unscaled, also with another
+                optimizer, or the optimizer has stepped, or one of these calls was interrupted; or
+                if a gradient is complex.
             ValueError: If a gradient is float16.
-            TypeError: If it is no optimizer.
+            TypeError: If ``optimizer`` is not an optimizer.
         """
         if not self._enabled:
             return
@@ -128,17 +133,17 @@ class GradScaler(ScalerSettings):
             state["iteration"].check_needs_no_reset("unscale_")
         if state["stage"] is OptState.READY:
             self._start_iteration("unscale_", optimizer, state)
-        # The method of torch's own class: that of FSDP1 would reduce the flags a second time.
+        # Calls torch's own class, because FSDP1's override would reduce the flags a second time.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         self._agree_over_group(state)
-        state["iteration"].needs_reset = False  # until here it was
+        state["iteration"].needs_reset = False  # an exception above leaves it True
 
     def _reduces_over(self) -> Any:
-        """Returns the process group whose ranks skip together, or None."""
+        """Returns the process group whose ranks skip steps together, or None."""
         return self.process_group
 
     def _agree_over_group(self, state: dict[str, Any]) -> dict[torch.device, Tensor]:
-        """Makes what this look found known to all ranks; those without a gradient take part."""
+        """Reduces the flags of this scan over all ranks, including ranks without a gradient."""
         flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
         group = self._reduces_over()
         if group is not None:
@@ -149,10 +154,11 @@ class GradScaler(ScalerSettings):
         return flags
 
     def flags_of_all_ranks(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Returns the flags of a look as all ranks have them together; the scaler is as before.
+        """Returns the flags of a scan, reduced over all ranks. The scaler does not change.
 
         Args:
-            flags: By device that holds a gradient, one float32: not 0 if one is inf or NaN.
+            flags: Maps each device that holds a gradient to one float32, which is not 0 if a
+                gradient there is inf or NaN.
         """
         group = self._reduces_over()
         if group is None:
@@ -167,7 +173,7 @@ class GradScaler(ScalerSettings):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscales an optimizer's gradients in place; returns a found_inf for each device."""
+        """Unscales the gradients of an optimizer in place; returns ``found_inf`` by device."""
         state = self._state_of(optimizer)
         if "iteration" not in state:  # called directly, not through unscale_
             self._start_iteration("unscale_", optimizer, state)
@@ -185,9 +191,10 @@ class GradScaler(ScalerSettings):
         inv_scale: Tensor | None,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor] | None:
-        """Looks at gradients, and unscales them by ``inv_scale`` if it is given.
+        """Scans the gradients, and multiplies them by ``inv_scale`` if it is given.
 
-        Returns None if torch has to do it.
+        Returns ``found_inf`` for each device, or None if only torch's code can handle these
+        gradients.
         """
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         flags: dict[torch.device, Tensor] | None = self._loss_scale.scan(
@@ -198,14 +205,14 @@ class GradScaler(ScalerSettings):
         return flags
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Looks for inf and NaN in an optimizer's gradients, which it does not write."""
+        """Scans the gradients of an optimizer for inf and NaN without writing them."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._per_optimizer_states.get(id(optimizer)) or self._state_of(optimizer)
         found_inf = self._start_iteration("step", optimizer, state)
         flags: dict[torch.device, Tensor] | None = None
         unscaling = unscaling_optimizer(optimizer)
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            pass  # someone's own way of looking
+            pass  # a subclass or patch checks them in its own way
         elif unscaling is None:
             flags = self._scan(optimizer, state, found_inf, None, allow_fp16=True)
         else:
@@ -214,42 +221,44 @@ class GradScaler(ScalerSettings):
         if flags is not None:
             state["found_inf_per_device"] = flags
             return flags if self._reduces_over() is None else self._agree_over_group(state)
-        try:  # as torch: unscales by 1, which leaves gradients what they are
+        try:  # like torch, unscales by 1, which does not change the gradients
             super()._check_inf_per_device(optimizer)
         finally:
             state["iteration"].forget_unscaling()
         return self._agree_over_group(state)
 
-    @_disable_dynamo  # a compiled program steps around it
+    @_disable_dynamo  # torch.compile breaks the graph here
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer whose gradients are finite, and skips the step otherwise.
+        """Steps an optimizer if its gradients are finite, and skips the step otherwise.
 
-        Looks at the gradients first, unless :meth:`unscale_` has. An optimizer that unscales inside
-        its step gets the scale for this one step, also behind an object that delegates to it.
+        Scans the gradients first, unless :meth:`unscale_` has. An optimizer that unscales inside
+        its step, also one behind a wrapper, receives the scale for this step.
 
         Args:
-            optimizer: Whose step; once between two updates.
-            args: For ``optimizer.step``.
-            kwargs: Likewise; without ``closure``.
+            optimizer: The optimizer. Call this at most once between two updates.
+            args: Positional arguments for ``optimizer.step``.
+            kwargs: Keyword arguments for ``optimizer.step``, but not ``closure``.
 
         Returns:
-            What ``optimizer.step`` returned; None if it was not called.
+            The result of ``optimizer.step``; None if it was not called.
 
         Raises:
-            AssertionError: If nothing was scaled, or the optimizer had no gradient to look at.
-            RuntimeError: If it has stepped since the last update, the iteration is spent,
-                ``closure`` is given, a gradient is complex, or may not be as the optimizer expects
-                it: it came after ``unscale_``, or was written or replaced after a later
-                :meth:`scale`, and may still be scaled; or it was unscaled with another optimizer.
-            TypeError: If it is no optimizer, or an object that hides the one that the scale is for.
+            AssertionError: If no loss was scaled, or the optimizer had no gradient to scan.
+            RuntimeError: If since the last update the optimizer has stepped, or a call was
+                interrupted; if ``closure`` is given; if a gradient is complex; or if a gradient may
+                not be scaled as the optimizer expects: it appeared after ``unscale_``, or was
+                written or replaced after a later :meth:`scale`, or was unscaled with another
+                optimizer.
+            TypeError: If ``optimizer`` is not an optimizer, or is a wrapper that hides the
+                optimizer that needs the scale.
         """
         if not self._enabled or "closure" in kwargs or self._scale is None:
-            return super().step(optimizer, *args, **kwargs)  # passes through, or raises
+            return super().step(optimizer, *args, **kwargs)  # disabled: steps; otherwise raises
         keeps_scale = takes_scale(optimizer)
         if not keeps_scale:
             check_has_groups("step", optimizer)
         elif args and callable(args[0]):
-            raise RuntimeError(NO_CLOSURE)  # gradients of a closure lack the scale
+            raise RuntimeError(NO_CLOSURE)  # gradients from a closure carry no scale
         state = self._state_of(optimizer)
         if "iteration" in state:
             state["iteration"].check_needs_no_reset("step")
@@ -270,7 +279,7 @@ class GradScaler(ScalerSettings):
             return self._step_with_scale(optimizer, unscaling, state, args, kwargs)
         try:
             return super().step(optimizer, *args, **kwargs)
-        except BaseException:  # it may have stepped
+        except BaseException:  # the optimizer may have stepped
             _invalidate(state)
             raise
 
@@ -282,10 +291,10 @@ class GradScaler(ScalerSettings):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Steps an optimizer that is told the scale, and unscales inside its step."""
+        """Steps an optimizer that receives the scale and unscales inside its step."""
         if self._reduces_over() is not None:
             check_guard(unscaling)
-        # An interrupt may have come before the last step's end.
+        # The last step may have been interrupted before it removed the attributes.
         self._grad_scale_attributes.take_back()
         if unscaling is not None:
             unscaling.set_amp_context(None)
@@ -302,7 +311,7 @@ class GradScaler(ScalerSettings):
             if unscaling is None:
                 try:
                     self._grad_scale_attributes.set_for(optimizer, amp_context)
-                    amp_context.is_used = True  # nobody sees how far a step of others comes
+                    amp_context.is_used = True  # how far a foreign step came is unknown
                     returned = optimizer.step(*args, **kwargs)
                 finally:
                     self._grad_scale_attributes.take_back()
@@ -313,10 +322,11 @@ class GradScaler(ScalerSettings):
                 finally:
                     unscaling.set_amp_context(None)
                 if preset is not None:
-                    with contextlib.suppress(AttributeError):  # the optimizer has deleted it
+                    with contextlib.suppress(AttributeError):  # the optimizer may have deleted it
                         del optimizer.grad_scale
                 again = None if amp_context.scan is scan else amp_context.scan
-                # Ranks agreed on the first look, and a hook may have taken all gradients away.
+                # Ranks have agreed on the first scan, so it stays. An empty second scan means that
+                # a hook has removed all gradients.
                 if again is not None and again.found_infs and self._reduces_over() is None:
                     state["found_inf_per_device"] = dict(again.found_infs)
             state["stage"] = OptState.STEPPED
@@ -333,40 +343,40 @@ class GradScaler(ScalerSettings):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Steps an optimizer of torch's older way, unless an overflow was found."""
+        """Steps an optimizer that does not take the scale, unless an overflow was found."""
         try:
             returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-            optimizer_state["stage"] = OptState.STEPPED  # at once: a second step must not come
-        except BaseException:  # nobody sees how far it came
+            optimizer_state["stage"] = OptState.STEPPED  # at once, to refuse a second step
+        except BaseException:  # how far the step came is unknown
             _invalidate(optimizer_state)
             raise
         return returned
 
     def _check_unscaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Refuses gradients that ``unscale_`` has not seen: they may still be scaled."""
+        """Refuses gradients that appeared after ``unscale_``, because they may still be scaled."""
         if not state["found_inf_per_device"]:
             if any(param.grad is not None for param in params_of(optimizer)):
                 raise AssertionError(NOTHING_WAS_SCANNED)
         elif "iteration" in state:
             state["iteration"].check_unscaled()
 
-    @_disable_dynamo  # a compiled program steps around it
+    @_disable_dynamo  # torch.compile breaks the graph here
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale after the steps of an iteration, without a look from the host.
+        """Updates the scale after the steps of an iteration, without waiting for a GPU.
 
         Args:
-            new_scale: Sets the scale instead of letting it follow the overflows: a number, or a
-                tensor of one element.
+            new_scale: Sets the scale to this value instead of adjusting it after overflows: a
+                number, or a tensor of one element.
 
         Raises:
-            AssertionError: If nothing was scaled, or no step or ``unscale_`` looked at gradients
-                and no iteration is spent, or a tensor is not one that torch takes.
-            RuntimeError: If a number is finite but does not fit float32. Or if ranks of
-                ``process_group`` had different scales, as of the last update that the device has
-                finished: the iteration has ended then.
+            AssertionError: If no loss was scaled, or no ``step`` or ``unscale_`` scanned gradients
+                and none was interrupted, or torch would refuse the tensor ``new_scale``.
+            RuntimeError: If ``new_scale`` is a finite number that does not fit float32. Also if the
+                ranks of ``process_group`` had different scales in the last update that the device
+                has finished; in this case the iteration has ended.
             ValueError: If ``new_scale`` is negative, NaN or inf. A tensor on a GPU is not read.
-            TypeError: If ``new_scale`` is no number. After all of these but the error of different
-                scales the iteration is as it was.
+            TypeError: If ``new_scale`` is not a number. After all errors except that of different
+                scales the iteration is unchanged.
         """
         if not self._enabled:
             return
@@ -377,7 +387,7 @@ class GradScaler(ScalerSettings):
                 or new_scale.device.type != self._device
                 or new_scale.requires_grad
             ):
-                super().update(new_scale)  # raises, before anything is changed
+                super().update(new_scale)  # raises before anything changes
             new_scale = new_scale.reshape(())
             if new_scale.is_cpu:
                 checked("GradScaler.update", "new_scale", new_scale)
@@ -389,17 +399,19 @@ class GradScaler(ScalerSettings):
         if messages is None:
             super().update(
                 new_scale
-            )  # of a device that only torch knows; or nothing looked: raises
+                # torch updates a scale on a device without our kernels, and raises if nothing was
+                # scanned.
+            )
         else:
             self._report(*messages)
         if self._reduces_over() is not None:
             self._loss_scale.check_scales()
 
     def _update_from_scans(self, new_scale: float | Tensor | None) -> tuple[str, str, bool] | None:
-        """Takes the flags of this iteration's looks to the kernel that updates the scale.
+        """Passes the flags of this iteration's scans to the kernel that updates the scale.
 
-        The iteration ends with it, so that no second update counts these looks again. Returns what
-        there is to report; None if nothing was looked at, and nothing has been done.
+        This ends the iteration, so that another update does not count the same scans again. Returns
+        the log messages; or None if nothing was scanned, in which case nothing has changed.
         """
         next_states: Any = defaultdict(_refresh_per_optimizer_state)
         messages: Any = self._loss_scale.update(vars(self), new_scale, next_states)
@@ -409,19 +421,19 @@ class GradScaler(ScalerSettings):
         return messages
 
 
-# To recognise an overridden method, also one that was patched into the class.
+# Kept to detect an overridden method, including one that was patched into the class.
 _UNSCALE_GRADS = GradScaler._unscale_grads_
 
 
-@functools.lru_cache(maxsize=32)  # a signature takes 9 µs
+@functools.lru_cache(maxsize=32)  # inspecting a signature takes 9 µs
 def _takes_scaler(step: Any) -> bool:
-    """Returns whether a ``step`` asks for the scaler itself, as torch's older way is."""
+    """Returns True if a ``step`` method has an argument for the scaler, an older way of torch."""
     return "grad_scaler" in inspect.signature(step).parameters
 
 
 def _invalidate(state: dict[str, Any]) -> None:
-    """Lets only an update go on from an exception in a step that may have written."""
+    """Marks an interrupted step, which may have written, so that only ``update`` is allowed."""
     if "iteration" in state:
         state["iteration"].needs_reset = True
-    else:  # a client made the state
+    else:  # other code created the state
         state["stage"] = OptState.STEPPED

@@ -1,4 +1,4 @@
-"""Pictures of what a scaler and a guard of norms have seen over time."""
+"""Plots of the loss scale and of gradient norms over time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Marks", "plot_over_time"]
 
 
 class Marks(NamedTuple):
-    """The points that get a cross.
+    """The points of a plot that get a cross.
 
     Attributes:
-        label: What they are, for the legend.
-        where: For each point whether it has one.
+        label: Text for the legend, such as "skipped step".
+        where: One bool per point, True for a cross.
     """
 
     label: str
@@ -30,18 +30,18 @@ def plot_over_time(
     *,
     base: int = 10,
 ) -> None:
-    """Draws values on a logarithmic axis, and saves the picture.
+    """Plots values on a logarithmic axis and saves the picture.
 
     Args:
-        path: Of the picture; its ending says the format.
-        labels: Of both axes.
-        numbers: Of the points.
-        values: Their values. One that is 0 or not finite has no place on the axis.
+        path: File of the picture; its extension sets the format.
+        labels: Labels of the horizontal and the vertical axis.
+        numbers: Positions of the points on the horizontal axis.
+        values: Values of the points. Points that are 0 or not finite are not shown.
         marks: The points that get a cross.
-        base: Of the logarithm.
+        base: Base of the logarithmic axis.
 
     Raises:
-        ImportError: Without matplotlib.
+        ImportError: If matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 

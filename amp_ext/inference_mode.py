@@ -1,4 +1,4 @@
-"""Tensors that outlive ``torch.inference_mode()``, in which they are made."""
+"""Creates tensors inside ``torch.inference_mode()`` that can be used after it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Lets tensors be made normal ones, without autograd; also a decorator.
+    """Creates normal tensors inside, without autograd. A context manager and decorator.
 
-    Those that are made in inference mode can't be written after it, nor saved for a backward pass.
-    Nothing of the caller's is to be written here: tensors of inference mode can't be.
+    Tensors created in inference mode can't be written after it, nor saved for a backward pass.
+    Don't write tensors of the caller inside: they may be inference tensors, which can't be written
+    here.
     """
-    with torch.inference_mode(False), torch.no_grad():  # the former switches autograd on
+    with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) switches autograd on
         yield

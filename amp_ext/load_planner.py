@@ -15,13 +15,14 @@ _OPTION = re.compile(r"((?:.*\.)?param_groups\..+\.)(\w+)")
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Lets ``torch.distributed.checkpoint.load`` read files without some options of ours.
+    """Lets ``torch.distributed.checkpoint.load`` read files that lack options of amp_ext.
 
-    Such are the files of torch's optimizers, and those of ours from before there was an option.
-    ``load`` asks for every key of the dict that it fills. Options of groups that torch does not
-    have may be missing here: they stay as they are in that dict, which is how the optimizer was
-    constructed. All else is as with ``DefaultLoadPlanner``: a moment, a counter or a master that is
-    missing is an error. ``allow_partial_load=True`` would leave it as it is, without a word.
+    Such files come from torch's optimizers, or from a release of amp_ext before an option was
+    added. ``load`` asks for every key of the dict that it fills. With this planner, options that
+    torch's optimizers do not have may be missing, and keep the value that the optimizer was
+    constructed with. Everything else is as with ``DefaultLoadPlanner``: a missing moment, step
+    counter or master is an error. (``allow_partial_load=True`` would silently leave these
+    unchanged.)
 
     Example:
         >>> state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -30,22 +31,22 @@ class LoadPlanner(DefaultLoadPlanner):
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Plans to read all keys but those of options that may be missing, and are."""
-        assert self.metadata is not None  # torch has set the planner up
+        """Plans to read all keys except options that may be missing and are missing."""
+        assert self.metadata is not None  # set_up_planner() was called
         wanted, saved = self.state_dict, self.metadata.state_dict_metadata
         asked = {key: wanted[key] for key in wanted if key in saved or not self._may_miss(key)}
         self.state_dict = asked
         plan = super().create_local_plan()
-        if self.state_dict is asked:  # not in a layout of torch's earlier releases
+        if self.state_dict is asked:  # false for layouts of earlier torch releases
             self.state_dict = wanted
         return plan
 
     def _may_miss(self, key: str) -> bool:
-        """Returns whether a key is of an option that torch's optimizer of that group lacks."""
+        """Returns True for an option of a group that torch's optimizer does not have."""
         match = _OPTION.fullmatch(key)
         if match is None:
             return False
         group, option = match.groups()
-        if option == "decoupled_weight_decay":  # which torch's SGD does not have
+        if option == "decoupled_weight_decay":  # torch's SGD lacks it
             return group + "dampening" in self.state_dict
         return option in ops.configured_options()

@@ -1,4 +1,4 @@
-"""Finds out which tensors hold inf or NaN, and keeps a bad loss from doing harm."""
+"""Finds the tensors that hold inf or NaN, and drops iterations with a bad loss."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def find_nonfinite(
 ) -> dict[str, int]:
     """Counts the infs and NaNs of each gradient, in one launch for each device and dtype.
 
-    The answer is on the host: this waits for a GPU.
+    Returns the counts on the host, so this waits for a GPU.
 
     Args:
-        source: A model or an optimizer. An optimizer that was given ``named_parameters()`` knows
-            names; another says "group 0, param 3". A name that stands for several parameters
-            follows their place: "group 0, param 3 (weight)".
-        params: Looks at parameters and buffers instead. (An optimizer has no buffers.)
+        source: A model or an optimizer. An optimizer constructed with ``named_parameters()`` knows
+            the names; otherwise a parameter is called "group 0, param 3". If several parameters
+            have the same name, it follows the position: "group 0, param 3 (weight)".
+        params: Checks parameters and buffers instead of gradients. (An optimizer has no buffers.)
 
     Returns:
-        Name and number of bad elements of every tensor that has some, in the source's order.
+        A dict from the name of each tensor with inf or NaN to its number of bad elements, in the
+        order of the source.
 
     Raises:
         TypeError: If ``source`` is neither a model nor an optimizer.
@@ -72,7 +73,7 @@ def find_nonfinite(
 
 
 def check_for_overflow(model: torch.nn.Module) -> bool:
-    """Returns whether a gradient of a model holds inf or NaN; a warning in the log names them.
+    """Returns True if a gradient of a model holds inf or NaN, and logs a warning with the names.
 
     Waits for a GPU. The logger is "amp_ext".
 
@@ -90,26 +91,28 @@ def handle_nan_loss(
     *optimizers: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None = None,
 ) -> bool:
-    """Returns whether a loss is inf or NaN, and if so undoes the iteration.
+    """Returns True if a loss is inf or NaN, and in that case drops the iteration.
 
-    Gradients of the optimizers are set to None, also those accumulated in earlier passes, and the
-    scaler forgets what it has seen since its last update, so that the next iteration starts clean.
-    The scale stays: it is not to blame. Call it before or after the backward pass::
+    Sets the gradients of the optimizers to None, including gradients accumulated in earlier passes,
+    and makes the scaler forget everything since its last update. The next iteration starts clean.
+    The scale does not change, because it did not cause the bad loss. Call this before or after the
+    backward pass::
 
         if amp_ext.handle_nan_loss(loss, optimizer, scaler=scaler):
             continue
 
-    Without it a scaler skips the step all the same, for the gradients are bad too, but it also
-    halves the scale. Reading the loss waits for a GPU; the logger is "amp_ext".
+    Without this call, a scaler also skips the step, because the gradients are bad too, but it
+    halves the scale. Reading the loss waits for a GPU. The logger is "amp_ext".
 
     Args:
-        loss: One number, before it is scaled. A tensor of several counts as bad if one is.
-        optimizers: Those that the iteration would have stepped.
-        scaler: Their scaler, or None.
+        loss: The loss, one number, before it is scaled. A tensor of several elements counts as bad
+            if one of them is.
+        optimizers: The optimizers that this iteration would have stepped.
+        scaler: The scaler of these optimizers, or None.
 
     Raises:
-        TypeError: If ``loss`` is neither a tensor nor a number, or a scaler is among the
-            optimizers.
+        TypeError: If ``loss`` is neither a tensor nor a number, or a scaler is passed as an
+            optimizer.
     """
     loss = plain(loss)
     if not (isinstance(loss, Tensor) or is_number(loss)):
@@ -141,22 +144,22 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters of all groups of an optimizer.
 
     Args:
-        optimizer: The optimizer, or an object that delegates to it.
+        optimizer: The optimizer, or a wrapper that delegates to it.
     """
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_params(group: dict[str, Any], where: str) -> None:
-    """Checks that a group has its parameters in what can be read again, in the same order.
+    """Checks that the parameters of a group can be read repeatedly, in the same order.
 
     Args:
         group: The group.
-        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
+        where: Start of the error, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
-        ValueError: If they are not there.
-        TypeError: If they are in an iterator, which anybody may have used up, or in a set, whose
-            order is another one in the process that resumes.
+        ValueError: If the group has no "params".
+        TypeError: If they are an iterator, which can be read only once, or a set, whose order may
+            differ in a resumed process.
     """
     if "params" not in group:
         raise ValueError(f"{where % 'params'} must be there, got {list(group)}")
@@ -166,18 +169,18 @@ def check_params(group: dict[str, Any], where: str) -> None:
 
 
 def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
-    """Returns what an optimizer calls a parameter: its name if it has one, or where it stands.
+    """Returns the name of a parameter, or its position such as "group 0, param 3".
 
     Args:
-        optimizer: The optimizer, or None if it is gone.
-        index: In what :func:`params_of` returns. If there is none, the name is empty.
+        optimizer: The optimizer, or None if it no longer exists.
+        index: Index in the list from :func:`params_of`. If out of range, the name is empty.
     """
     names = [] if optimizer is None else names_of_params(optimizer)
     return names[index] if index < len(names) else ""
 
 
 def names_of_params(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns what an optimizer calls its parameters, in the order of the groups."""
+    """Returns the names of an optimizer's parameters, or positions, in the order of the groups."""
     return [name for name, _ in _named_tensors(optimizer, params=True)]
 
 

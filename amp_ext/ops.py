@@ -1,58 +1,64 @@
 """The kernels of amp_ext as functions over lists of tensors.
 
 All tensors of a call are on one device, the CPU or a GPU, and are float32, float64, float16 or
-bfloat16. Any dense or strided layout will do; tensors that are written may not share memory.
-Elements are computed in float32, those of float64 parameters in float64, and rounded once to the
-nearest number of the stored dtype, unless ``dither`` is given. Nothing synchronises the host with a
-GPU.
+bfloat16. They may have any dense or strided layout. Tensors that are written must not share memory.
+Elements are computed in float32, or in float64 for float64 parameters, and rounded once, to the
+nearest value of the stored dtype unless ``dither`` is given. No function synchronizes with a GPU.
 
-Inside ``torch.compile`` every function but those that convert states (:func:`split_fp32`,
-:func:`quantize_ratios` and the like) is one operator of the graph (:mod:`amp_ext.compiled_ops`).
+Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`),
+except those that convert states, such as :func:`split_fp32` and :func:`quantize_ratios`.
 
-Every function raises RuntimeError on bad input, before anything is written, and names the
-argument, its index, what is wanted and what came. If a GPU refuses a launch after others, torch's
-error says how many tensors were written; each of them is whole, with its states and its step.
+Every function raises RuntimeError on invalid input before it writes anything. The error names the
+argument, its index, the expected and the given value. If a GPU refuses one launch after others have
+run, torch's error says how many tensors were written; each of these is completely updated, with its
+states and its step counter.
 
-Options of a step, which :func:`adam_`, :func:`sgd_` and the others have in common:
+Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 
 * ``params``: Parameters of any shapes. Updated in place.
-* ``grads``: Gradients of the parameters' shapes, only read but for ``write_back_grads``.
-* ``steps``: Steps taken so far, one float32 each. Incremented; from 2^24 on to the next float32.
-* ``timestep``: Number of this step, from 1, of a caller who counts: in place of ``steps``.
-* ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place; the parameter
-  becomes the rounded master. Where a master does not round to its parameter before the step, it
-  becomes the parameter first. Instead, the lower parts of split masters (:func:`split_fp32`),
-  whose upper parts the parameters are.
-* ``lr``: Learning rate; as a tensor, one element, read on its device.
-* ``weight_decay``: Weight decay per step, before the learning rate.
-* ``maximize``: Ascends instead.
-* ``decoupled_weight_decay``: Shrinks parameters (AdamW) instead of adding to gradients.
-* ``grad_scale``: One number, the loss scale that the gradients still carry, or None.
+* ``grads``: Gradients of the parameters' shapes. Only read, unless ``write_back_grads`` is set.
+* ``steps``: Number of steps taken so far, one float32 for each parameter. Incremented by 1, or from
+  2^24 on to the next float32, because adding 1 would have no effect there.
+* ``timestep``: Number of this step, from 1; replaces ``steps`` if the caller counts the steps.
+* ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place, and the
+  parameter becomes the rounded master. A master that does not round to its parameter before the
+  step is first set to the parameter. Residuals from :func:`split_fp32` may be given instead;
+  parameter and residual together are then the master.
+* ``lr``: Learning rate. A tensor must have one element and is read on its device.
+* ``weight_decay``: Weight decay coefficient, before multiplication by the learning rate.
+* ``maximize``: Maximizes the objective instead of minimizing it.
+* ``decoupled_weight_decay``: Shrinks parameters (as AdamW) instead of adding to gradients.
+* ``grad_scale``: One number, the loss scale that the gradients carry, or None.
 * ``found_inf``: One number, or None. If it is not 0, nothing at all is written.
-* ``clip_value``: Largest magnitude of an unscaled gradient, after ``max_grad_norm``.
-* ``max_grad_norm``: Norm to keep all unscaled gradients together below.
-* ``sum_of_squares``: One float64, of the gradients as they are (:func:`check_finite_`). Without it,
-  ``max_grad_norm`` costs a look at all gradients; with ``skip_nonfinite`` leave it to that look,
-  which counts finite elements only.
-* ``grad_norm``: One float32. Set to the norm of the unscaled gradients if there is a
+* ``clip_value``: Largest magnitude of an unscaled gradient element, applied after
   ``max_grad_norm``.
+* ``max_grad_norm``: Largest norm of all unscaled gradients together.
+* ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients as given.
+  Without it, ``max_grad_norm`` costs a scan of all gradients. Omit it with ``skip_nonfinite``,
+  because that scan counts only finite elements.
+* ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is
+  given.
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
-* ``skip_nonfinite``: Leaves every element alone whose gradient is inf or NaN, and leaves those out
-  of the norm.
-* ``dither``: Rounds what would freeze otherwise in the right proportion of steps up and down: in 16
-  or 8 bits, parameters without a master, second moments, small and large ratios to them, momenta in
-  8 bits, and first moments of a decay of 0.99 and more.
-  Asks for ``steps`` or a ``timestep``, on whose number the rounding depends.
-* ``global_offsets``: Where the first element of each parameter stands in the whole of which it is a
-  part, for the dither to be that of the whole; None: each is the whole.
-* ``exponents``: For moments in 8 bits that have groups (:func:`quantize_blockwise`), uint8, one for
-  each 32 elements; empty for a parameter without such. Updated in place.
+* ``skip_nonfinite``: Does not update elements whose gradient is inf or NaN, and leaves them out of
+  the norm.
+* ``dither``: Rounds up and down in turn where rounding to nearest would lose small changes: a value
+  30 % of the way between two storable ones is rounded up in 30 % of the steps. Applies to values
+  stored in 16 or 8 bits: parameters without a master, second moments, small and large ratios of
+  first moments to them, momenta in 8 bits, and first moments whose decay is 0.99 or more. Requires
+  ``steps`` or ``timestep``, because the rounding depends on the number of the step.
+* ``global_offsets``: For parameters that are shards, the index of each shard's first element in the
+  full tensor, so that a shard is dithered as it would be in the full tensor. None if all parameters
+  are full tensors.
+* ``exponents``: uint8 exponents of moments from :func:`quantize_blockwise`, one for each block of
+  32 elements; an empty tensor for a parameter without them. Updated in place.
 
-Buffers have the parameters' shapes and are float32, bfloat16 or in the parameter's dtype; float64
-for float64 parameters. Or they have codes of 8 bits, beside gradients of the parameter's dtype:
-first moments int8 (:func:`quantize_ratios`) beside second moments in bfloat16 or uint8, and where
-there is no second moment uint8 (both :func:`quantize_blockwise`, in the order of the parameter's
-memory); no moments beside a maximum. They are updated in place.
+Buffers, such as moments, have the parameters' shapes and are updated in place. They are float32,
+bfloat16 or of the parameter's dtype, and float64 for float64 parameters.
+
+Moments may also be quantized to 8 bits, if the gradients have the parameter's dtype and no maximum
+of second moments is kept (AMSGrad). First moments are int8 (:func:`quantize_ratios`), with second
+moments in bfloat16 or uint8. First moments without a second one, as in SGD and Lion, are uint8.
+uint8 moments are those of :func:`quantize_blockwise`, in the memory order of the parameter.
 """
 
 from __future__ import annotations
@@ -73,7 +79,7 @@ from amp_ext.plain_numbers import timestep_of
 if TYPE_CHECKING:
     from amp_ext import _C as _C
 
-    binary = _C  # which __getattr__ gives, and what follows
+    binary = _C  # returned by __getattr__, like the classes below
     StateSpec = _C.StateSpec
     ParamRef = _C.ParamRef
     OptimizerDescription = _C.OptimizerDescription
@@ -114,9 +120,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def __getattr__(name: str) -> Any:
-    """Gives the scaler and the optimizers what the binary has beside the operations.
+    """Returns other objects of the compiled module, for the scaler and the optimizers.
 
-    The files of operations that this one takes in get all of it.
+    ``ops.binary`` is the compiled module itself, for the files of operations imported below.
     """
     if name == "binary":
         return _C
@@ -126,13 +132,13 @@ def __getattr__(name: str) -> Any:
 
 
 def step_operation(function: Function) -> Function:
-    """Makes the step of an optimizer of its signature, which is all that names its arguments.
+    """Turns a signature, the only list of its arguments, into the step of an optimizer.
 
-    The body holds checks that the compiled operation of the same name does not make.
+    The function body only makes checks that the compiled operation of the same name does not make.
     """
     parameters = inspect.signature(function).parameters.values()
     lists = [p.name for p in parameters if p.annotation.startswith("Sequence[Tensor]")]
-    lists.remove("exponents")  # a schema has no further lists that may be absent
+    lists.remove("exponents")  # the operator does not have this argument
     by_name = named_arguments(function)
 
     @functools.wraps(function)
@@ -150,14 +156,14 @@ def step_operation(function: Function) -> Function:
 def cpu_isa() -> str:
     """Returns the instruction set of the CPU kernels: "avx512", "avx2" or "plain".
 
-    It is the widest that the processor has, or the one that the environment variable
-    ``AMP_EXT_CPU_ISA`` names when the first kernel runs.
+    This is the widest set that the processor supports, or the one in the environment variable
+    ``AMP_EXT_CPU_ISA`` when the first kernel runs.
     """
     return _C.cpu_isa()
 
 
 def is_profiled() -> bool:
-    """Returns whether a profiler or an observer of torch's wants to know when something begins."""
+    """Returns True if a profiler or another observer of torch records functions now."""
     return _C.is_profiled()
 
 
@@ -170,19 +176,19 @@ def check_finite_(
     sum_of_squares: Tensor | None = None,
     first_nonfinite: Tensor | None = None,
 ) -> None:
-    """Reports any inf or NaN among tensors, which it only reads, and sums their squares.
+    """Checks tensors for inf and NaN, and sums their squares. The tensors are only read.
 
-    The sum is taken in one fixed order, whatever the number of threads: the same bits every run.
-    A square too large or too small for float32 counts in full.
+    The sum is taken in a fixed order that does not depend on the number of threads, so it has the
+    same bits in every run. Squares too large or too small for float32 count in full.
 
     Args:
-        tensors: Tensors of any shapes and dtypes; expanded ones too.
-        found_inf: One float32. Set to 1 when an element is inf or NaN, otherwise left as it is.
+        tensors: Tensors of any shapes and dtypes; expanded tensors too.
+        found_inf: One float32. Set to 1 if an element is inf or NaN, otherwise unchanged.
         grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite (0 or
-            1e-39) counts as an overflow: its gradients can't be unscaled.
+            1e-39) counts as an overflow, because its gradients can't be unscaled.
         sum_of_squares: One float64, or None. Set to the sum over all elements.
-        first_nonfinite: One int64, or None. Lowered to the index of the first tensor that holds an
-            inf or NaN, if it was larger.
+        first_nonfinite: One int64, or None. Set to the index of the first tensor that holds inf or
+            NaN, if that is less than its value.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -201,7 +207,7 @@ def count_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         tensors: Tensors of any shapes and dtypes, only read.
 
     Returns:
-        int64 of shape ``[len(tensors)]``, on the tensors' device.
+        The counts, int64 of shape ``[len(tensors)]``, on the tensors' device.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -217,14 +223,14 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
 
 @operation(writes=("grads",))
 def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float) -> None:
-    """Scales gradients down to a norm, given the one that they have.
+    """Scales gradients down to a given norm; their present norm is an argument.
 
     Args:
         grads: Gradients of any shapes and dtypes. Multiplied in place by
-            ``max_norm / (total_norm + 1e-6)``; nothing is written where that is 1 or more.
-        total_norm: One float32 or float64, the norm of all gradients together. float64 gradients
-            are multiplied in float64 if it is one, all others in float32.
-        max_norm: Norm to keep below.
+            ``max_norm / (total_norm + 1e-6)``; nothing is written if that is 1 or more.
+        total_norm: One float32 or float64, the norm of all gradients together. If it is float64,
+            float64 gradients are multiplied in float64; all others are multiplied in float32.
+        max_norm: Largest norm.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
@@ -244,15 +250,15 @@ def unscale_(
     *,
     first_nonfinite: Tensor | None = None,
 ) -> None:
-    """Multiplies gradients by ``inv_scale`` and reports any inf or NaN among them.
+    """Multiplies gradients by ``inv_scale`` and checks them for inf and NaN.
 
     Args:
         grads: Gradients of any shapes and dtypes. Updated in place.
-        inv_scale: One float32, 1 / loss scale. One that is not finite counts as an overflow.
-        found_inf: One float32. Set to 1 when a gradient is inf or NaN before the multiplication,
-            otherwise left as it is.
-        first_nonfinite: One int64, or None. Lowered to the index of the first such gradient, if it
-            was larger.
+        inv_scale: One float32, 1 / loss scale. If it is not finite, that counts as an overflow.
+        found_inf: One float32. Set to 1 if a gradient is inf or NaN before the multiplication,
+            otherwise unchanged.
+        first_nonfinite: One int64, or None. Set to the index of the first such gradient, if that is
+            less than its value.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
@@ -278,24 +284,24 @@ def update_scale_(
     hysteresis_tracker: Tensor | None = None,
     dynamic: bool = True,
 ) -> None:
-    """Lets the loss scale follow the overflows of one iteration.
+    """Updates the loss scale after one iteration: reduces it after an overflow, or lets it grow.
 
     Args:
-        scale: One float32. Multiplied by ``backoff_factor`` if a flag is not 0, by
-            ``growth_factor`` when the count of clean iterations equals ``growth_interval``, unless
-            that gives inf.
+        scale: One float32. Multiplied by ``backoff_factor`` if a flag is not 0. Multiplied by
+            ``growth_factor`` when the number of clean iterations reaches ``growth_interval``,
+            unless that gives inf.
         growth_tracker: One int32, the number of clean iterations since the scale last changed.
-        found_infs: Flags of one float32 each; anything but 0 is an overflow.
-        growth_factor: Factor of growth, above 1.
-        backoff_factor: Factor after an overflow, below 1.
-        growth_interval: Clean iterations until the scale grows.
-        min_scale: What a backoff does not fall below.
-        max_scale: What a growth does not exceed.
-        hysteresis: Number of overflows since the last growth of which the last backs off; every
-            one after it does so too.
-        hysteresis_tracker: One int32, overflows left until one backs off, or None if
-            ``hysteresis`` is 1. Refilled by a growth only.
-        dynamic: If false, the scale stays as it is.
+        found_infs: Flags, one float32 each; a flag that is not 0 is an overflow.
+        growth_factor: Factor by which the scale grows, above 1.
+        backoff_factor: Factor by which the scale falls after an overflow, below 1.
+        growth_interval: Number of clean iterations until the scale grows.
+        min_scale: Smallest value to which the scale can fall.
+        max_scale: Largest value to which the scale can grow.
+        hysteresis: Number of overflows since the last growth after which the scale falls. It also
+            falls at each later overflow.
+        hysteresis_tracker: One int32, the number of overflows left until the scale falls, or None
+            if ``hysteresis`` is 1. Only a growth resets it.
+        dynamic: If false, the scale does not change.
 
     Raises:
         RuntimeError: If a tensor is not one element of its dtype on the device of ``scale``.
@@ -352,18 +358,20 @@ def adam_(
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
     Args:
-        params: As all that are not listed here, an option of a step; see the module.
+        params: Parameters. The docstring of the module describes this and all other arguments that
+            are not listed here.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
-        steps: Given, unless there is a ``timestep``.
-        max_exp_avg_sqs: Largest second moments so far; given, this is AMSGrad.
+        steps: Step counters. Required unless ``timestep`` is given.
+        max_exp_avg_sqs: Largest second moments so far. If given, the step is one of AMSGrad.
         beta1: Decay of the first moments, per step.
         beta2: Decay of the second moments, per step.
-        eps: Added to the root of the second moment.
-        denominator_floor: Least value of the corrected second moment, under the root.
+        eps: Added to the square root of the second moment.
+        denominator_floor: Smallest value of the bias-corrected second moment under the square root.
 
     Raises:
-        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+        RuntimeError: If lists differ in length, or tensors differ in shape, device or dtype, or
+            overlap.
 
     Reference:
         Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Loshchilov and Hutter,
@@ -402,14 +410,16 @@ def lion_(
     """Takes one step of Lion for all parameters.
 
     Args:
-        params: As all that are not listed here, an option of a step; see the module.
-        exp_avgs: Averages of gradients.
-        steps: Not needed; counted where they are given.
-        beta1: Decay of the average whose sign is the step.
+        params: Parameters. The docstring of the module describes this and all other arguments that
+            are not listed here.
+        exp_avgs: Moving averages of the gradients.
+        steps: Step counters. Not required; incremented if given.
+        beta1: Decay of the average whose sign is the direction of the step.
         beta2: Decay of ``exp_avgs``, per step.
 
     Raises:
-        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+        RuntimeError: If lists differ in length, or tensors differ in shape, device or dtype, or
+            overlap.
 
     Reference:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
@@ -447,17 +457,19 @@ def sgd_(
     """Takes one step of stochastic gradient descent for all parameters.
 
     Args:
-        params: As all that are not listed here, an option of a step; see the module.
-        momentum_buffers: Running sums of gradients, zeros at first. Given if and only if
+        params: Parameters. The docstring of the module describes this and all other arguments that
+            are not listed here.
+        momentum_buffers: Running sums of the gradients, zeros at first. Given if and only if
             ``momentum`` is not 0.
-        steps: Needed with ``dampening`` only, which the first step does not apply, unless there is
-            a ``timestep``.
+        steps: Step counters. Required only with ``dampening`` and without ``timestep``, because the
+            first step does not apply the dampening.
         momentum: Decay of the momentum buffer, per step.
-        dampening: Share of the gradient that is kept out of the momentum buffer.
-        nesterov: Looks ahead along the momentum.
+        dampening: Fraction of the gradient that is not added to the momentum buffer.
+        nesterov: Uses Nesterov momentum.
 
     Raises:
-        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
+        RuntimeError: If lists differ in length, or tensors differ in shape, device or dtype, or
+            overlap.
 
     Reference:
         Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in
@@ -483,29 +495,30 @@ def average_weights_(
     every: int = 1,
     warmup: bool = False,
 ) -> None:
-    """Averages weights over the steps that have landed, one of which has just been taken.
+    """Updates averages of weights after a step of the optimizer, unless that step was skipped.
 
-    The first average is a copy. Later ones move by ``1 - decay`` towards the weights, as
-    ``torch.lerp`` does. Averages in bfloat16 are dithered, by the number of the average.
+    The first average is a copy of the weights. Later averages move by ``1 - decay`` towards the
+    weights, as with ``torch.lerp``. Averages in bfloat16 are dithered, depending on the number of
+    averages taken.
 
     Args:
         averages: float32 or bfloat16, dense, of the parameters' shapes. Updated in place.
         params: Weights of any shapes.
-        counters: Two int64, 0 before the first call: steps that have landed, and averages that were
-            taken. Advanced.
-        master_params: float32 masters of 16-bit parameters, or the lower parts of split ones: these
-            are averaged. None: the parameters are.
-        step_applied: One float32, or None. If it is 0, the step was skipped: nothing is written.
-        global_offsets: Where the first element of each parameter stands in the whole of which it is
-            a part, for the dither; None: each is the whole.
-        decay: What an average keeps of itself each time, from 0 to 1; None: all weights count the
-            same.
-        every: Takes an average at each such step that has landed.
+        counters: Two int64, both 0 before the first call: the number of steps that were not
+            skipped, and the number of averages taken. Updated in place.
+        master_params: float32 masters of 16-bit parameters, or the residuals of split masters; the
+            masters are then averaged. None to average the parameters.
+        step_applied: One float32, or None. If it is 0, the step was skipped and nothing is written.
+        global_offsets: For parameters that are shards, the index of each shard's first element in
+            the full tensor, on which the dither depends. None if all parameters are full tensors.
+        decay: Weight of the old average in the new one, from 0 to 1. None gives all weights seen so
+            far equal weight.
+        every: Takes an average once in this many steps that were not skipped.
         warmup: Limits the decay to (1 + n) / (10 + n) after n averages.
 
     Raises:
-        RuntimeError: If a number is out of range, lists have different lengths, or a tensor is on
-            another device, of another shape or of a dtype that is not named here.
+        RuntimeError: If a number is out of range, lists have different lengths, or a tensor has
+            another device, another shape or an unsupported dtype.
 
     Reference:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
@@ -525,12 +538,12 @@ def average_weights_(
 
 @operation(writes=("master_params",))
 def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) -> None:
-    """Takes parameters that were changed behind their masters over into them.
+    """Updates masters whose parameters were changed by something other than a step.
 
     Args:
         params: float16 or bfloat16 parameters, only read.
-        master_params: Their float32 masters. Where a master does not round to its parameter, it
-            becomes the parameter; elsewhere it keeps its extra bits.
+        master_params: Their float32 masters. A master that does not round to its parameter is set
+            to the parameter; the others keep their extra bits.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape or device.
@@ -538,7 +551,8 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
     _C.refresh_masters_(params, master_params)
 
 
-# Conversions of states, and another contract over the same kernels. Both call this module.
+# Conversions of states, and a simpler interface to the same kernels. Both modules import this one,
+# so they are imported last.
 from amp_ext.converted_states import (  # noqa: E402
     dequantize_blockwise,
     dequantize_ratios,

@@ -17,7 +17,7 @@ __all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
 
 
 class OptimizerType(enum.Enum):
-    """What :func:`optimizer_update_` does: plain descent, descent with momentum, or AdamW."""
+    """The algorithms of :func:`optimizer_update_`: plain SGD, SGD with momentum, or AdamW."""
 
     SGD = "sgd"
     MOMENTUM = "momentum"
@@ -25,20 +25,20 @@ class OptimizerType(enum.Enum):
 
 
 class OptimizerWorkspace:
-    """Memory for the norm of the gradients, to be kept from one update to the next.
+    """Memory for the norm of the gradients, reused from one update to the next.
 
-    Updates that may run at the same time, on two streams or threads, need one each.
+    Updates that may run at the same time, on two streams or threads, need separate workspaces.
 
     Attributes:
-        grad_norm: Norm of the gradients of the last update that had a ``max_grad_norm``, one
-            float32 on their device, which the next one writes anew; None before.
+        grad_norm: Norm of the gradients in the last update with ``max_grad_norm``, one float32 on
+            their device; None before the first. The next update overwrites it.
     """
 
     def __init__(self) -> None:
         self.grad_norm: Tensor | None = None
 
     def _grad_norm_on(self, device: torch.device) -> Tensor:
-        """Returns the norm's memory, which becomes ``grad_norm`` when an update has written it."""
+        """Returns memory for the norm; the caller stores it in ``grad_norm`` after the update."""
         if self.grad_norm is None or self.grad_norm.device != device:
             with outside_inference_mode():
                 return torch.zeros((), dtype=torch.float32, device=device)
@@ -64,35 +64,37 @@ def optimizer_update_(
     max_grad_norm: float | None = None,
     workspace: OptimizerWorkspace | None = None,
 ) -> None:
-    """Takes one step of an optimizer for people who keep their own loop and buffers.
+    """Takes one step of an optimizer, for training loops that manage their own buffers.
 
-    It is the classic contract of CUDA training code: weight decay is decoupled for all three, an
-    element whose gradient is inf or NaN is left alone, and Adam's denominator is
-    ``sqrt(max(v, 1e-12)) + eps`` with the corrected second moment v. :func:`amp_ext.ops.adam_`
-    and :func:`amp_ext.ops.sgd_` have every option.
+    Weight decay is decoupled for all three optimizers, an element whose gradient is inf or NaN is
+    not updated, and Adam's denominator is ``sqrt(max(v, 1e-12)) + eps`` with the bias-corrected
+    second moment v. :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_` have all options.
 
     Args:
         optimizer_type: SGD: ``p -= lr * g``; MOMENTUM: ``v = beta1 * v + g; p -= lr * v``; ADAM.
-        params: Parameters of any shapes. Updated in place, after ``p *= 1 - lr * weight_decay``.
+        params: Parameters of any shapes. Updated in place; before the step,
+            ``p *= 1 - lr * weight_decay``.
         grads: Gradients of the parameters' shapes, only read.
-        velocities: MOMENTUM: running sums of the parameters' shapes, zeros at first; float32 or the
-            parameter's dtype, float64 for float64 parameters. Updated in place.
-        exp_avgs: ADAM: first moments, likewise.
-        exp_avg_sqs: ADAM: second moments, likewise.
+        velocities: For MOMENTUM only: running sums of the parameters' shapes, zeros at first.
+            float32 or the parameter's dtype; float64 for float64 parameters. Updated in place.
+        exp_avgs: For ADAM only: first moments, with shapes, dtypes and first values as for
+            ``velocities``. Updated in place.
+        exp_avg_sqs: For ADAM only: second moments, with shapes, dtypes and first values as for
+            ``velocities``. Updated in place.
         master_params: float32 masters of 16-bit parameters, or None. Updated in place.
-        lr: Learning rate; as a tensor, one element, read on its device.
+        lr: Learning rate. A tensor must have one element and is read on its device.
         beta1: Decay of the velocity or of the first moment, per step.
         beta2: Decay of the second moment, per step.
-        eps: Added to the root of the second moment.
-        weight_decay: Weight decay per step, before the learning rate.
+        eps: Added to the square root of the second moment.
+        weight_decay: Weight decay coefficient, before multiplication by the learning rate.
         timestep: Number of this step, from 1, for Adam's bias corrections.
-        clip_value: Largest magnitude of a gradient's element, after ``max_grad_norm``.
-        max_grad_norm: Norm to keep all gradients together below, over their finite elements.
-        workspace: Memory to use again; None takes new memory at each call.
+        clip_value: Largest magnitude of a gradient element, applied after ``max_grad_norm``.
+        max_grad_norm: Largest norm of all gradients together, measured over their finite elements.
+        workspace: Memory to reuse; with None each call allocates new memory.
 
     Raises:
-        RuntimeError: If ``timestep`` is below 1, a buffer is missing or too many, or lists and
-            tensors do not fit each other.
+        RuntimeError: If ``timestep`` is below 1, a required buffer is missing, a buffer is given
+            that the optimizer does not use, or lists and tensors do not match each other.
 
     Example::
 
@@ -105,7 +107,7 @@ def optimizer_update_(
             )
 
     Reference:
-        As :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_`.
+        See :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_`.
     """
     if not isinstance(optimizer_type, OptimizerType):
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Gives unchanged code our scaler and, on request, our optimizers, where it asks for torch's."""
+"""Makes unchanged code that constructs torch's scaler, or its optimizers, get those of amp_ext."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from amp_ext.grad_scaler import GradScaler as FusedScaler
 
 
 class GradScaler(torch.cuda.amp.GradScaler, FusedScaler):
-    """Ours with torch's old constructor and its name, by which some key their checkpoints."""
+    """Our scaler with the constructor of ``torch.cuda.amp.GradScaler`` and its class name.
+
+    Some libraries use the class name as a key in their checkpoints.
+    """
 
 
 class _PlainOptimizer(torch.optim.Optimizer):
-    """Stands between our class and torch's, so that ours calls the base and not torch's."""
+    """Comes between our class and torch's, so that ours skips the methods of torch's class.
+
+    Our ``super().__init__`` and ``super().__setstate__`` reach ``torch.optim.Optimizer`` directly.
+    """
 
     __init__ = torch.optim.Optimizer.__init__
     __setstate__ = torch.optim.Optimizer.__setstate__
 
 
 class Adam(optim.Adam, _PlainOptimizer, torch.optim.Adam):
-    """:class:`amp_ext.optim.Adam` that is a ``torch.optim.Adam`` as well."""
+    """:class:`amp_ext.optim.Adam` that is also an instance of ``torch.optim.Adam``."""
 
 
 class AdamW(optim.AdamW, _PlainOptimizer, torch.optim.AdamW):
-    """:class:`amp_ext.optim.AdamW` that is a ``torch.optim.AdamW`` as well."""
+    """:class:`amp_ext.optim.AdamW` that is also an instance of ``torch.optim.AdamW``."""
 
 
 class SGD(optim.SGD, _PlainOptimizer, torch.optim.SGD):
-    """:class:`amp_ext.optim.SGD` that is a ``torch.optim.SGD`` as well."""
+    """:class:`amp_ext.optim.SGD` that is also an instance of ``torch.optim.SGD``."""
 
 
 _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradScaler}
 _OPTIMIZERS = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
 
-_constructors: dict[Any, list[Any]] = defaultdict(list)  # torch's first, then ours, all alike
+# Maps each patched class to its earlier __init__ methods: torch's, then one for each further patch.
+# The latter are interchangeable, so patches may end in any order.
+_constructors: dict[Any, list[Any]] = defaultdict(list)
 
 
 class TorchPatch:
-    """A patch of torch, made by :func:`amp_ext.patch_torch`; a ``with`` statement ends it, too."""
+    """A patch of torch, made by :func:`amp_ext.patch_torch`. A ``with`` statement ends it, too."""
 
     def __init__(self, classes: dict[Any, Any]) -> None:
         self._classes = classes
@@ -60,7 +68,7 @@ class TorchPatch:
         self.undo()
 
     def undo(self) -> None:
-        """Ends the patch. Objects that were made under it live on; a second call does nothing."""
+        """Ends the patch. Objects constructed under it keep working; a second call does nothing."""
         if self._in_force:
             for torch_class in self._classes:
                 torch_class.__init__ = _constructors[torch_class].pop()
@@ -68,12 +76,12 @@ class TorchPatch:
 
 
 def _patch(torch_class: Any, our_class: Any) -> None:
-    """Lets a new object of torch's class become one of ours, and ours construct it."""
+    """Replaces the constructor of torch's class by one that makes the new object one of ours."""
     construct = torch_class.__init__
 
     @functools.wraps(construct)
     def construct_ours(self: Any, *arguments: Any, **options: Any) -> None:
-        if type(self) is not torch_class:  # of a subclass, or ours on its way up
+        if type(self) is not torch_class:  # a subclass, or our class calling torch's __init__
             return construct(self, *arguments, **options)
         self.__class__ = our_class
         return our_class.__init__(self, *arguments, **options)
@@ -83,20 +91,21 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 
 
 def patch_torch(*, optimizers: bool = False) -> TorchPatch:
-    """Makes code that constructs torch's scaler, or its optimizers, get ours.
+    """Makes code that constructs torch's scaler, or its optimizers, get those of amp_ext.
 
-    In force at once, until ``undo()`` or the end of a ``with`` statement; patches may end in any
-    order. ``isinstance`` answers as ever, for ours are subclasses of torch's. What exists, and
-    subclasses of others (``ShardedGradScaler`` is one), stay as they are.
+    The patch takes effect at once, until ``undo()`` or the end of a ``with`` statement. Several
+    patches may end in any order. ``isinstance`` checks still work, because our classes are
+    subclasses of torch's. Existing objects, and other subclasses of torch's classes such as
+    ``ShardedGradScaler``, are not affected.
 
     Args:
-        optimizers: Patches ``torch.optim.Adam``, ``AdamW`` and ``SGD`` too. They keep float32
-            masters of 16-bit parameters and refuse what :mod:`amp_ext.optim` refuses. Their step is
-            called after an overflow too and writes nothing; Accelerate takes that for a step, and
-            its schedules move on.
+        optimizers: Also patches ``torch.optim.Adam``, ``AdamW`` and ``SGD``. They keep float32
+            masters of 16-bit parameters, and refuse whatever :mod:`amp_ext.optim` refuses. Their
+            ``step`` is also called after an overflow, and then writes nothing. Accelerate counts
+            this as a step, and its schedules advance.
 
     Raises:
-        ImportError: If the compiled module does not load; nothing is patched then.
+        ImportError: If the compiled module can't be loaded; nothing is patched then.
     """
-    ops.cpu_isa()  # so that a compiled module that does not load fails here, not in the training
+    ops.cpu_isa()  # fails here, not during training, if the compiled module can't be loaded
     return TorchPatch({**_SCALERS, **(_OPTIMIZERS if optimizers else {})})

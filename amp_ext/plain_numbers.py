@@ -1,4 +1,4 @@
-"""Numbers as Python has them, whoever made them."""
+"""Conversion of numpy's numbers to Python's, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["is_count", "is_number", "plain", "timestep_of", "with_plain_numbers"
 
 
 def plain(value: Any) -> Any:
-    """Returns a number of numpy, or its array of no dimensions, as one of Python.
+    """Converts a number of numpy, or a numpy array without dimensions, to a Python number.
 
-    Anything else comes back as it is. A checkpoint with a number of numpy in it can't be read with
-    ``weights_only=True``.
+    Any other value is returned unchanged. Checkpoints must not contain numpy's numbers, because
+    ``torch.load`` with ``weights_only=True`` refuses them.
     """
     if isinstance(value, Tensor) or getattr(value, "ndim", None) != 0:
         return value
@@ -22,7 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def with_plain_numbers(value: Any) -> Any:
-    """Returns a copy of dicts, lists and tuples in each other, with numbers as of :func:`plain`."""
+    """Returns a copy of nested dicts, lists and tuples, with numbers converted by :func:`plain`."""
     if type(value) in (dict, OrderedDict, Counter):
         items = {plain(key): with_plain_numbers(each) for key, each in value.items()}
         return type(value)(items)
@@ -32,22 +32,22 @@ def with_plain_numbers(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value, as :func:`plain` returns it, is a real number: no bool, no text."""
+    """Returns True if a value from :func:`plain` is a real number, not a bool or a string."""
     if isinstance(value, (bool, Tensor)) or hasattr(value, "ndim"):
         return False
     return hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a value, as :func:`plain` returns it, is an int of 1 or more."""
+    """Returns True for a value from :func:`plain` that is an int of 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def timestep_of(operation: str, value: Any) -> int:
-    """Returns the number of a step, from 1, that an operation was given.
+    """Returns the number of a step, from 1, that was passed to an operation.
 
     Raises:
-        RuntimeError: If it is no such number.
+        RuntimeError: If it is not an int of at least 1.
     """
     timestep = plain(value)
     if not is_count(timestep):

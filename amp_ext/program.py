@@ -1,4 +1,4 @@
-"""What all programs share: none ends in a traceback, whatever its output goes to."""
+"""Helpers for the command line programs, so that none of them ends with a traceback."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ __all__ = ["format_table", "run_program"]
 
 
 def run_program(main: Callable[[], int]) -> int:
-    """Runs a program; to be called with the whole process: ``sys.exit(run_program(main))``.
+    """Runs the main function of a program. Usage: ``sys.exit(run_program(main))``.
 
     Returns:
-        The exit code of `main`. 141 if nobody reads its output any more and 130 after Ctrl-C, as of
-        other tools; 1, after a line that says why, if something can't be written.
+        The exit code of `main`. As in other tools, 141 if the reader of the output has closed it,
+        and 130 after Ctrl-C. 1 if something can't be written, after a message on stderr with the
+        reason.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # what the encoding of the output lacks
+            stream.reconfigure(errors="replace")  # unencodable characters become "?"
     try:
         try:
             code = main()
-        except SystemExit as error:  # of argparse
+        except SystemExit as error:  # raised by argparse
             code = error.code if isinstance(error.code, int) else 0
         sys.stdout.flush()
         return code
@@ -36,17 +37,17 @@ def run_program(main: Callable[[], int]) -> int:
         code = 1
     try:
         sys.stdout.flush()
-    except OSError:  # Python would try once more when it exits
+    except OSError:  # Python would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Returns rows of equal length as lines of columns.
+    """Returns a table as text, with aligned columns.
 
     Args:
-        rows: The headings, and what stands below them.
-        left: The columns that begin at their left end; the others end at their right.
+        rows: The rows of cells, all of the same length; the first row holds the headings.
+        left: Indices of the columns that are aligned to the left; the others are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,4 +1,4 @@
-"""What a load says of an object that is not the state dict that it takes."""
+"""Errors for an object passed to ``load_state_dict`` that is not the expected state dict."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["check_is_dict", "first_keys", "missing_entry"]
 
 
 def check_is_dict(operation: str, state_dict: Any) -> None:
-    """Refuses what is no dict.
+    """Raises if an object is not a dict.
 
     Args:
-        operation: The load, as its errors begin.
-        state_dict: What it was given.
+        operation: Name of the method that loads, with which errors begin.
+        state_dict: The object that was passed to it.
 
     Raises:
-        TypeError: If that is no dict; of a path it says how to read the file.
+        TypeError: If the object is not a dict. For a path, the error says how to read the file.
     """
     if isinstance(state_dict, Mapping):
         return
@@ -33,13 +33,13 @@ def missing_entry(
     state_dict: Mapping[Any, Any],
     is_wanted: Callable[[Mapping[Any, Any]], bool],
 ) -> str:
-    """Returns what an error says of a dict without an entry, and which of its entries to load.
+    """Returns the error text for a missing entry; may suggest an inner dict to load instead.
 
     Args:
-        operation: The load, as its errors begin.
-        name: The entry that is missing.
-        state_dict: What it was given.
-        is_wanted: Tells whether a dict is one that could have been given instead.
+        operation: Name of the method that loads, with which errors begin.
+        name: The missing entry.
+        state_dict: The dict that was passed to it.
+        is_wanted: Returns True for a dict that could have been passed instead.
     """
     inner = [
         key for key, value in state_dict.items() if isinstance(value, Mapping) and is_wanted(value)
@@ -49,5 +49,5 @@ def missing_entry(
 
 
 def first_keys(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Returns enough keys to tell what a mapping is, which may be one of all tensors of a model."""
+    """Returns up to eight keys for an error message; a dict may hold all tensors of a model."""
     return list(mapping)[:8] + (["..."] if len(mapping) > 8 else [])

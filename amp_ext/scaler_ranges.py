@@ -1,4 +1,4 @@
-"""Numbers that a gradient scaler or a guard of norms is given, checked by name."""
+"""Range checks for the numbers that users pass to a gradient scaler or a norm guard."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def checked(operation: str, name: str, value: Any, wrong_type: type = TypeError) -> Any:
-    """Returns a number of Python that is in its range.
+    """Returns a value as a Python number if it is in the range of its name.
 
     Args:
-        operation: What the error begins with.
-        name: That of an option, of an entry of a state dict, or "new_scale".
-        value: What was given; also a tensor of one element.
-        wrong_type: What is raised where it is no number.
+        operation: Start of the error.
+        name: Name of an option or of an entry of a state dict, or "new_scale".
+        value: The value; also a tensor of one element.
+        wrong_type: Exception class to raise if the value is not a number.
 
     Raises:
-        ValueError: If it is out of range.
-        RuntimeError: If it is a new scale that is finite but does not fit float32, as in torch.
+        ValueError: If the number is out of range.
+        RuntimeError: If a new scale is finite but does not fit float32, as in torch.
     """
     value = as_number(operation, name, value, wrong_type)
     check_range(operation, name, value)
@@ -40,7 +40,7 @@ def checked(operation: str, name: str, value: Any, wrong_type: type = TypeError)
 
 
 def as_number(operation: str, name: str, value: Any, wrong_type: type = TypeError) -> Any:
-    """Returns what was given as a number of Python; the arguments are those of :func:`checked`."""
+    """Returns a value as a Python number. The arguments are those of :func:`checked`."""
     given = value = plain(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -53,9 +53,10 @@ def as_number(operation: str, name: str, value: Any, wrong_type: type = TypeErro
 
 
 def check_range(operation: str, name: str, value: float) -> None:
-    """Raises if a number is out of range; the arguments are those of :func:`checked`."""
+    """Raises if a number is out of range. The arguments are those of :func:`checked`."""
     try:
-        is_too_large = name in _COUNTS and value >= 2**63  # to which double rounds what fits
+        # Compares as int, because 2^63 - 1, which fits int64, becomes 2^63 as a double.
+        is_too_large = name in _COUNTS and value >= 2**63
         text = _text(operation, name, math.inf if is_too_large else float(value), value)
     except OverflowError:
         text = _text(operation, name, math.inf, value)

@@ -1,4 +1,4 @@
-"""What a gradient scaler is set to: by its constructor, setters, state dicts and pickles."""
+"""The settings of a gradient scaler: constructor, setters, state dicts and pickles."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from amp_ext.sharding import check_process_group
 
 __all__ = ["DEVICE_TYPES", "ScalerSettings"]
 
-#: Types of devices on which scales follow limits, and looks are ours.
+#: Device types that our kernels support. On others torch's code runs, and limits of the scale are
+#: refused.
 DEVICE_TYPES = ("cpu", "cuda")
 
 _OF_TORCH = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 class ScalerSettings(ScalerReports):
-    """The settings of :class:`amp_ext.GradScaler`, and what a copy and a file have of it."""
+    """The settings of :class:`amp_ext.GradScaler`, and the content of its copies and files."""
 
     _hysteresis: int
     _hysteresis_tracker: Tensor | None = None
@@ -52,34 +53,36 @@ class ScalerSettings(ScalerReports):
         warn_after: int = 10,
         process_group: Any = None,
     ) -> None:
-        """Sets the options; tensors are made where the first scaled loss is.
+        """Sets the options. Tensors are created on the device of the first scaled loss.
 
         Args:
-            device: The device that trains, or its type: "cuda" or "cpu".
+            device: The device used for training, or its type: "cuda" or "cpu".
             init_scale: Scale of the first iteration.
-            growth_factor: Factor of growth after ``growth_interval`` clean iterations, above 1.
-            backoff_factor: Factor after an overflow, below 1.
-            growth_interval: Clean iterations until the scale grows.
-            enabled: If false, every method passes through.
-            min_scale: What a backoff does not fall below, or None. With a limit the scale need not
-                fall after an overflow: do not infer a skip from it then.
-            max_scale: What a growth does not exceed, or None.
-            dynamic: If false, the scale stays at ``init_scale``; overflows are skipped as ever.
-            hysteresis: Number of overflows since the last growth of which the last backs off.
-            warn_after: Updates skipped in a row until a warning is logged.
-            process_group: Ranks that skip a step together (``torch.distributed.ProcessGroup``):
-                each look ends in one all-reduce of three numbers over them, so all of them have to
+            growth_factor: Factor by which the scale grows after ``growth_interval`` clean
+                iterations; above 1.
+            backoff_factor: Factor by which the scale falls after an overflow; below 1.
+            growth_interval: Number of clean iterations until the scale grows.
+            enabled: If false, every method passes its input through.
+            min_scale: Smallest value to which the scale can fall, or None. With this limit the
+                scale may not fall after an overflow, so a falling scale no longer indicates a skip.
+            max_scale: Largest value to which the scale can grow, or None.
+            dynamic: If false, the scale stays at ``init_scale``. Steps are still skipped after
+                overflows.
+            hysteresis: Number of overflows since the last growth after which the scale falls.
+            warn_after: Number of consecutive skipped updates after which a warning is logged.
+            process_group: Ranks that skip a step together, a ``torch.distributed.ProcessGroup``.
+                Each scan ends with one all-reduce of three numbers over them, so all of them must
                 step the same optimizers. If their scales differ, all skip and ``update`` raises.
-                None for no collective: gradients that were reduced, as DDP does, agree by
-                themselves, and so do those of DTensors, if the scales are the same.
+                With None there is no collective: ranks agree anyway if their scales are the same
+                and their gradients are reduced, as with DDP, or are DTensors.
 
         Raises:
             AssertionError: If a factor is out of range.
-            ValueError: If another number is out of range, the limits do not enclose
-                ``init_scale``, torch knows no such device, or limits are asked for on a device that
-                is neither "cuda" nor "cpu".
-            TypeError: If a number is no number, a flag is a text, ``device`` no device, or
-                ``process_group`` neither None nor a group that this process is a member of.
+            ValueError: If another number is out of range, ``init_scale`` is not within the limits,
+                torch does not know the device, or limits are given for a device other than "cuda"
+                and "cpu".
+            TypeError: If a number is not a number, a flag is a string, ``device`` is not a device,
+                or ``process_group`` is neither None nor a group that contains this process.
         """
         check_process_group(process_group)
         _check_flag("enabled", enabled)
@@ -100,7 +103,7 @@ class ScalerSettings(ScalerReports):
         if self._enabled:
             _check_options(options, dynamic, self._device)
         else:
-            self._scale = None  # torch leaves all of these out, and its getters fail then
+            self._scale = None  # torch sets none of these, so that its getters fail
         vars(self).update({f"_{name}": option for name, option in options.items()})
         self._init_hysteresis_tracker = self._hysteresis
         self._dynamic = dynamic
@@ -108,7 +111,7 @@ class ScalerSettings(ScalerReports):
         self._start_reports()
 
     def __repr__(self) -> str:
-        """Returns the options and counts, as of the last update that the device has finished."""
+        """Returns the options and the counts after the last update that the device has finished."""
         name = type(self).__name__
         if not self._enabled:
             return f"{name}(enabled=False)"
@@ -121,7 +124,7 @@ class ScalerSettings(ScalerReports):
         return f"{name}({listed}; scale {stats.scale}, {stats.skips} of {stats.updates} skipped)"
 
     def _start_reports(self) -> None:
-        """Starts counting: what is kept from here on belongs to this process."""
+        """Starts counting from 0; the attributes set here are never copied to another process."""
         self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
         self._last_update = None
         self._grad_scale_attributes = GradScaleAttributes()
@@ -129,11 +132,11 @@ class ScalerSettings(ScalerReports):
     @_disable_dynamo
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
-            super()._lazy_init_scale_growth_tracker(dev)  # raises
+            super()._lazy_init_scale_growth_tracker(dev)  # raises: the tensors exist already
         self._loss_scale.make(vars(self), torch.device(dev))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor of growth; ValueError if it is not above 1, TypeError if no number."""
+        """Sets the growth factor; ValueError if it is not above 1, TypeError if no number."""
         super().set_growth_factor(self._checked("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -141,38 +144,38 @@ class ScalerSettings(ScalerReports):
         super().set_backoff_factor(self._checked("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the clean iterations until the scale grows; ValueError if it is not 1 or more."""
+        """Sets the clean iterations until the scale grows; ValueError if below 1."""
         super().set_growth_interval(self._checked("growth_interval", new_interval))
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Returns what a setter sets; one that is disabled takes anything, as torch's."""
+        """Returns the number that a setter stores; a disabled scaler accepts anything."""
         return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state: torch's five entries, and one more with a hysteresis."""
+        """Returns torch's five entries, and the hysteresis counter if ``hysteresis`` is not 1."""
         state = super().state_dict()
         if state and self._hysteresis != 1:
             state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class or of torch's; limits stay as constructed.
+        """Loads a state of this class or of torch's. The limits stay as constructed.
 
         Args:
-            state_dict: From ``state_dict()``.
+            state_dict: A dict from ``state_dict()``.
 
         Raises:
-            RuntimeError: If the dict is empty, as that of a disabled scaler.
-            TypeError: If it is no dict.
+            RuntimeError: If the dict is empty, as that of a disabled scaler is.
+            TypeError: If ``state_dict`` is not a dict.
             KeyError: If an entry is missing.
-            ValueError: If an entry is no number, or out of range. Nothing has been changed after
-                any of these, nor after an interrupt.
+            ValueError: If an entry is not a number, or out of range. After any error or an
+                interrupt the scaler is unchanged.
         """
         operation = "GradScaler.load_state_dict"
         if self._enabled:
             check_is_dict(operation, state_dict)
         if not self._enabled or not state_dict:
-            super().load_state_dict(state_dict)  # does nothing, or raises
+            super().load_state_dict(state_dict)  # disabled: does nothing; empty: raises
             return
         entry = functools.partial(checked, operation, wrong_type=ValueError)
         try:
@@ -187,7 +190,7 @@ class ScalerSettings(ScalerReports):
         return int(self._hysteresis_tracker.item())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process; a copy starts its counts anew."""
+        """Returns the state without process-specific objects; a copy counts from 0."""
         state = super().__getstate__()
         state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
         for name in (
@@ -207,12 +210,12 @@ class ScalerSettings(ScalerReports):
         self._start_reports()
         if self._enabled:
             self._loss_scale.warned_of_scale = self.__dict__.pop("_warned_of_scale", False)
-            # A shallow copy would share the dict.
+            # A shallow copy would otherwise share this dict with the original.
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
 
 def _check_options(options: dict[str, Any], dynamic: Any, device: str) -> None:
-    """Checks the options of a constructor; factors that torch knows were checked by its own."""
+    """Checks the options of the constructor, except the factors, which torch has checked."""
     _check_flag("dynamic", dynamic)
     for name, option in options.items():
         check_range("GradScaler", name, option)
@@ -231,7 +234,7 @@ def _check_options(options: dict[str, Any], dynamic: Any, device: str) -> None:
 
 
 def _device_type_of(device: Any, enabled: bool) -> Any:
-    """Returns the type of a device as torch names it; anything for a scaler that is disabled."""
+    """Returns the type of a device, such as "cuda". A disabled scaler accepts anything."""
     if isinstance(device, torch.device):
         return device.type
     if isinstance(device, str):
@@ -246,8 +249,8 @@ def _device_type_of(device: Any, enabled: bool) -> Any:
 
 
 def _check_flag(name: str, value: Any) -> None:
-    """Refuses a text."""
-    if isinstance(value, str):  # torch takes whatever has a truth value, and "no" is true
+    """Raises TypeError for a string."""
+    if isinstance(value, str):  # torch accepts any value, and "no" counts as true
         raise TypeError(f"GradScaler: {name} must be a bool, got {value!r}")
 
 

@@ -1,4 +1,4 @@
-"""What a gradient scaler tells of its updates."""
+"""Counts and history of the updates of a gradient scaler."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _LOGGER = logging.getLogger("amp_ext")
 
 @dataclass(frozen=True)
 class ScalerStats:
-    """Counts of a scaler since it was made, loaded from a pickle or copied.
+    """Counts of a scaler since it was constructed, unpickled or copied.
+
+    All values are those after the last update that the device has finished.
 
     Attributes:
-        updates: Number of the last update that the device has finished; all else is as of that one.
-        steps: Updates after which every optimizer had stepped.
-        skips: Updates of which an optimizer's step was skipped.
-        consecutive_skips: Of these, how many were the last ones in a row.
-        scale: Loss scale after the update; one set by ``update(new_scale)`` shows after the next.
-        smallest_scale: Least scale so far.
+        updates: Number of updates.
+        steps: Number of updates in whose iteration every optimizer stepped.
+        skips: Number of updates in whose iteration the step of an optimizer was skipped.
+        consecutive_skips: Number of skips in a row at the end; 0 if the last update was none.
+        scale: Loss scale. A scale set by ``update(new_scale)`` shows after the next update.
+        smallest_scale: Smallest scale so far.
         largest_scale: Largest scale so far.
-        last_nonfinite: Name of the first tensor with an inf or NaN at the last skip that found one
-            on this rank, or None: "layer.weight", or "group 0, param 3" where an optimizer was not
-            given names (``named_parameters()``).
+        last_nonfinite: Name of the first tensor with inf or NaN at the last skip that found one on
+            this rank, or None: "layer.weight", or "group 0, param 3" if the optimizer was
+            constructed without names (``named_parameters()``).
     """
 
     updates: int
@@ -52,9 +54,9 @@ class ScalerHistory:
     """The last 4,096 updates that the device has finished, oldest first.
 
     Attributes:
-        updates: Their numbers, from 1.
-        scales: The loss scale that each step had.
-        skipped: Whether a step was skipped.
+        updates: Numbers of the updates, from 1.
+        scales: Loss scale during the step before each update.
+        skipped: True for each update whose step was skipped.
     """
 
     updates: list[int]
@@ -62,26 +64,26 @@ class ScalerHistory:
     skipped: list[bool]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the loss scale over the updates, with a cross at each skipped step; saves it.
+        """Plots the loss scale over the updates, with a cross at each skipped step, and saves it.
 
         Args:
-            path: Of the picture; its ending says the format, as "scale.png".
+            path: File of the picture, such as "scale.png"; its extension sets the format.
 
         Raises:
-            ImportError: Without matplotlib.
+            ImportError: If matplotlib is not installed.
         """
         marks = Marks("skipped step", self.skipped)
         plot_over_time(path, ("update", "loss scale"), self.updates, self.scales, marks, base=2)
 
 
 class ScalerReports(torch.amp.GradScaler):
-    """What :class:`amp_ext.GradScaler` tells of its updates, without waiting for a GPU."""
+    """The reports of :class:`amp_ext.GradScaler`, which do not wait for a GPU."""
 
-    _loss_scale: Any  # the compiled one; None if scaling is disabled
+    _loss_scale: Any  # an ops.LossScale; None if scaling is disabled
     _last_update: torch.cuda.Event | None
 
     def _mark_update(self, scale: Tensor) -> None:
-        """Remembers where the update that was just launched ends, to be able to wait for it."""
+        """Records an event after the update that was just launched, to be able to wait for it."""
         if torch.cuda.is_current_stream_capturing():
             self._last_update = None
         else:
@@ -94,11 +96,11 @@ class ScalerReports(torch.amp.GradScaler):
             return
         if self._last_update is not None:
             self._last_update.synchronize()
-        else:  # it was captured into a graph, which may have run since
+        else:  # the update is in a CUDA graph, which may be running
             torch.cuda.synchronize(self._scale.device)
 
     def _report(self, settled: str, skips: str, scale_is_too_small: bool) -> None:
-        """Tells what the last finished update has shown, as far as it is worth a line."""
+        """Logs the messages of the last finished update and warns of a scale that is too small."""
         if settled:
             _LOGGER.info(settled)
         if skips:
@@ -112,15 +114,15 @@ class ScalerReports(torch.amp.GradScaler):
         """Returns whether the step before the last update that the device has finished was skipped.
 
         Args:
-            optimizer: Whose step; None for that of any.
-            wait: Waits for the last update, so that the answer is exact.
+            optimizer: The optimizer whose step is meant; None stands for any optimizer.
+            wait: Waits for the last update, so that the answer is up to date.
 
         Returns:
-            None if no update has been finished yet, or none with this optimizer; False if scaling
-            is disabled.
+            None if no update, or none with this optimizer, has finished yet; False if scaling is
+            disabled.
 
         Raises:
-            TypeError: If it is no optimizer.
+            TypeError: If ``optimizer`` is not an optimizer.
         """
         if not self._enabled:
             return False
@@ -133,10 +135,11 @@ class ScalerReports(torch.amp.GradScaler):
         return skipped
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
-        """Returns counts, the limits of the scale and the last bad tensor.
+        """Returns counts, the extremes of the scale and the name of the last bad tensor.
 
         Args:
-            wait: Waits for the last update; else they are as of the last that the device finished.
+            wait: Waits for the last update. Otherwise the counts are those after the last update
+                that the device has finished.
         """
         if not self._enabled:
             return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
@@ -148,7 +151,7 @@ class ScalerReports(torch.amp.GradScaler):
         """Returns the scales and skips of the last 4,096 updates, for plots.
 
         Args:
-            wait: Waits for the last update, so that it is among them.
+            wait: Waits for the last update, so that the history includes it.
         """
         if not self._enabled:
             return ScalerHistory([], [], [])

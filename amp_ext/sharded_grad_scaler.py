@@ -1,4 +1,4 @@
-"""The gradient scaler for FullyShardedDataParallel: torch's class of that name, and ours."""
+"""The gradient scaler for FullyShardedDataParallel, a subclass of ours and of torch's."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ __all__ = ["ShardedGradScaler"]
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
     """Scales the loss of a model whose flat parameters are sharded over ranks.
 
-    Takes the place of ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``: what one
-    rank finds in its shard, every rank knows before it steps. What differs:
+    Replaces ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``: if one rank finds inf
+    or NaN in its shard, every rank skips the step. Differences:
 
-    * The ranks agree also where the optimizer unscales inside its step, as those of
-      ``amp_ext.optim`` and torch's fused ones do. torch's class reduces only in ``unscale_``, and
-      some ranks would step while others skip.
-    * One look takes one all-reduce of three numbers, however many devices hold gradients.
-    * Ranks with different scales skip, and ``update`` raises; in torch's class they drift apart.
-    * All that :class:`GradScaler` does besides.
+    * The ranks also agree if the optimizer unscales inside its step, as the optimizers of
+      ``amp_ext.optim`` and torch's fused ones do. torch's class reduces only in ``unscale_``, so
+      that some ranks would step while others skip.
+    * One scan needs one all-reduce of three numbers, however many devices hold gradients.
+    * If ranks have different scales, all skip and ``update`` raises. In torch's class they drift
+      apart.
+    * Everything that :class:`GradScaler` adds is available.
 
-    float16 gradients may be unscaled here, as in torch's class. FSDP2 (``fully_shard``) needs none
-    of this: its parameters are DTensors, which the plain scaler knows.
+    ``unscale_`` accepts float16 gradients, as in torch's class. FSDP2 (``fully_shard``) does not
+    need this class: its parameters are DTensors, which the plain scaler supports.
     """
 
     _takes_fp16 = True
@@ -42,10 +43,11 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
         process_group: Any = None,
         **options: Any,
     ) -> None:
-        """Sets the options; note torch's order, in which ``backoff_factor`` comes first.
+        """Sets the options. As in torch, ``backoff_factor`` comes before ``growth_factor``.
 
-        The arguments and errors are those of :class:`GradScaler`, but that ``process_group=None``
-        stands for all ranks; ``options`` are those that torch does not have.
+        The arguments and errors are those of :class:`GradScaler`, except that
+        ``process_group=None`` stands for all ranks. ``options`` are the options that torch does not
+        have.
         """
         super().__init__(
             device,

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: this rank's part, and what all ranks must agree on."""
+"""Parameters that are sharded over ranks: local shards, and reductions over all ranks."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ __all__ = [
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Returns whether a tensor is a DTensor; there is none before its module is imported."""
+    """Returns True for a DTensor. Does not import ``torch.distributed.tensor``."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Returns whether FullyShardedDataParallel keeps a parameter in a flat one, or it is one."""
+    """Returns True if FSDP1 has flattened a parameter into a flat one, or if it is the flat one."""
     return hasattr(param, "_fsdp_flattened")
 
 
 def is_flat(param: Tensor) -> bool:
-    """Returns whether it is the flat parameter, as all are without ``use_orig_params=True``."""
+    """Returns True for a flat parameter of FSDP1, as all are without ``use_orig_params=True``."""
     return getattr(param, "_is_flat_param", False)
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """Returns this rank's part of a DTensor, which shares its memory; any other tensor as it is."""
+    """Returns this rank's shard of a DTensor, which shares its memory; other tensors unchanged."""
     if not is_dtensor(tensor):
         return tensor
     local = tensor._local_tensor
-    # A collective that makes it may still be under way.
+    # An asynchronous collective may still be computing the shard.
     return local.wait() if hasattr(local, "wait") else local
 
 
 def is_over_rows(param: Any) -> bool:
-    """Returns whether the parts that ranks have of a parameter are rows of dimension 0, or all."""
+    """Returns True if each rank holds consecutive rows of a parameter's dimension 0, or all."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
 
-    # Not placements derived from Shard, by which parts lie in another order.
+    # Subclasses of Shard are excluded, because they place the shards in another order.
     return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in param.placements)
 
 
@@ -71,13 +71,13 @@ def laid_out_as(
     shape: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Tensor:
-    """Returns a tensor of this rank as a DTensor if its parameter is one, else as it is.
+    """Returns a local shard as a DTensor if its parameter is one, else unchanged.
 
     Args:
-        param: The parameter, over the same dimensions of which the tensor is laid out.
-        local: This rank's part.
-        shape: Of the whole; None for the parameter's.
-        strides: Likewise.
+        param: The parameter, whose mesh and placements the DTensor gets.
+        local: This rank's shard.
+        shape: Shape of the full tensor; None for the shape of the parameter.
+        strides: Strides of the full tensor; None for the strides of the parameter.
     """
     if not is_dtensor(param):
         return local
@@ -89,16 +89,16 @@ def laid_out_as(
         shape=torch.Size(param.shape if shape is None else shape),
         stride=tuple(param.stride() if strides is None else strides),
     )
-    # Shards may lie on the CPU under a mesh of GPUs, to which they have just been moved.
+    # Offloaded shards are on the CPU although the mesh has GPUs, to which from_local() moved them.
     return laid_out if local_tensor(laid_out).device == local.device else laid_out.to(local.device)
 
 
 def global_offset(param: Any) -> int:
-    """Returns where this rank's part of a DTensor begins, in the order of memory of the whole.
+    """Returns the index of this rank's first element, in the memory order of the full tensor.
 
-    That is so where the part is a stretch of the whole: sharded over dimension 0 alone, by any
-    dimensions of the mesh, and dimension 0 is outermost in memory. Other parts count from 0, each
-    for itself, and so does what every rank has whole.
+    This needs a shard that is contiguous in the full tensor: dimension 0 is outermost in memory,
+    and only dimension 0 is sharded, by any dimensions of the mesh. For other shards, and for
+    replicated tensors, the result is 0.
     """
     mesh, placements = param.device_mesh, param.placements
     coordinate = mesh.get_coordinate()
@@ -110,7 +110,7 @@ def global_offset(param: Any) -> int:
     for dim, placement in enumerate(placements):
         if placement.is_replicate():
             continue
-        part = -(-rows // mesh.size(dim))  # the last ranks may have less, or nothing
+        part = -(-rows // mesh.size(dim))  # the last ranks may have fewer rows, or none
         skipped = min(part * coordinate[dim], rows)
         begin, rows = begin + skipped, min(part, rows - skipped)
     return begin * (param.numel() // param.shape[0]) if begin else 0
@@ -118,17 +118,18 @@ def global_offset(param: Any) -> int:
 
 @torch.no_grad()
 def local_grad(param: Any, name: str) -> Tensor | None:
-    """Returns this rank's part of a parameter's gradient, or None without one.
+    """Returns this rank's shard of a parameter's gradient, or None if there is no gradient.
 
-    A gradient that is laid out over the ranks otherwise than its parameter (as a sum that is still
-    to be taken, say) is replaced by one that is laid out alike: all ranks do that together.
+    If the gradient has other placements than its parameter, for example a sum that is not yet
+    reduced, the function redistributes it first and stores it in ``param.grad``. All ranks do so
+    together.
 
     Args:
         param: The parameter.
-        name: What the error calls it.
+        name: Name of the parameter, for errors.
 
     Raises:
-        TypeError: If a DTensor has a gradient that is none.
+        TypeError: If the parameter is a DTensor but its gradient is not.
     """
     grad = param.grad
     if grad is None or not is_dtensor(param):
@@ -143,29 +144,29 @@ def local_grad(param: Any, name: str) -> Tensor | None:
 class ShardedOver:
     """The process groups over whose ranks the parameters of one optimizer are sharded.
 
-    Parameters that are sharded over the same groups form a partition: its sums are taken over just
-    these groups, so that nothing which several ranks hold counts twice. Partition 0 is that of
-    parameters which every rank has whole. Groups are used in the order in which the parameters name
-    them, which is the same on every rank.
+    Parameters that are sharded over the same groups form a partition. Sums of a partition are
+    reduced over exactly these groups, so that replicated elements don't count twice. Partition 0
+    contains the parameters that are not sharded. Groups are reduced in the order in which the
+    parameters name them, which is the same on every rank.
     """
 
     def __init__(self) -> None:
-        """Starts with no parameter."""
+        """Starts without parameters."""
         self._groups: dict[str, Any] = {}
         self._partitions: dict[frozenset[str], int] = {frozenset(): 0}
         self._layouts: dict[Any, int] = {}
         self._device: torch.device | None = None
 
     def __bool__(self) -> bool:
-        """Returns whether there is anything to reduce."""
+        """Returns True if a parameter is sharded, so that there is something to reduce."""
         return bool(self._groups)
 
     def add(self, param: Any, name: str) -> int:
-        """Takes a parameter in and returns the index of its partition.
+        """Registers a parameter and returns the index of its partition.
 
         Args:
             param: The parameter.
-            name: What the error calls it.
+            name: Name of the parameter, for errors.
 
         Raises:
             ValueError: If a DTensor is neither sharded nor replicated.
@@ -203,26 +204,28 @@ class ShardedOver:
         squares_of_params: Iterable[tuple[int, Tensor]] = (),
         params: int = 0,
     ) -> tuple[dict[torch.device, Tensor], Tensor, Tensor | None]:
-        """Lets all ranks agree, in one collective for each group.
+        """Reduces flags and sums of squares over all ranks, in one collective for each group.
 
         Args:
-            found_inf: What was found before this look: one number, 0 or 1.
-            findings: What this rank has found on its devices, likewise. May be empty.
-            sums: Partition and sum of squares, one float64 each; may be empty on a rank that holds
-                no gradient.
-            sums_squares: Whether ``sums`` are wanted; the same on all ranks.
-            squares_of_params: Partition and one float64 for each parameter, NaN where this rank
-                has no gradient; likewise.
-            params: Number of parameters whose squares are wanted; the same on all ranks.
+            found_inf: The flag before this scan: one number, 0 or 1.
+            findings: Flags of this scan, one number for each device of this rank. May be empty.
+            sums: Pairs of a partition and its sum of squares, one float64 each. May be empty on a
+                rank that holds no gradient.
+            sums_squares: True if the result needs ``sums``; the same on all ranks.
+            squares_of_params: Pairs of a partition and a float64 of shape ``[params]``, the sum of
+                squares of each gradient, NaN where this rank has none. May be empty, too.
+            params: Number of parameters for which the result needs the squares, or 0; the same on
+                all ranks.
 
         Returns:
-            For each device of the findings, or for that of ``found_inf`` if there are none, one
-            float32, 1 if any rank has found something; one float64, the sum over all partitions,
-            and one for each parameter, likewise, both on the device of the mesh; None in place of
-            the latter if they are not wanted.
+            A tuple of three. First, for each device of ``findings``, or for that of ``found_inf``
+            if there are none, one float32 that is 1 if any rank has found inf or NaN. Second, one
+            float64, the sum of squares over all partitions. Third, a float64 of shape ``[params]``,
+            the squares of each gradient, NaN if no rank has it; None if ``params`` is 0. The second
+            and third are on the device of the mesh.
 
         Raises:
-            RuntimeError: If a collective fails, as when a rank has died.
+            RuntimeError: If a collective fails, for example because a rank has died.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         values = [zero] * (1 + (len(self._partitions) if sums_squares else 0))
@@ -230,7 +233,8 @@ class ShardedOver:
             values[0] = values[0] + to_device(flag.reshape(()), zero.device)
         for index, sum_of_squares in sums if sums_squares else ():
             values[1 + index] = values[1 + index] + to_device(sum_of_squares, zero.device)
-        # Of each parameter the squares, and whether there is a gradient.
+        # Two rows for each partition: the squares of each parameter, and the number of ranks with a
+        # gradient.
         squares = [zero.new_zeros(2, params) for _ in self._partitions] if params else []
         for index, local in squares_of_params:
             here = to_device(local, zero.device)
@@ -261,17 +265,18 @@ class ShardedOver:
     def combine(
         self, params: Sequence[Tensor], values: Tensor, combined: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Returns numbers of whole parameters, of those of the parts that ranks have.
+        """Combines values of the shards of each parameter into values of the full parameter.
 
         There is one collective for each group, for all parameters that are sharded over it.
 
         Args:
-            params: Parameters that were added.
-            values: Of this rank's parts, [params, numbers] float64.
-            combined: What makes [params, numbers] of those of the ranks, [ranks, params, numbers].
+            params: Parameters that have been added.
+            values: Values of this rank's shards, float64 of shape ``[params, values]``.
+            combined: Function that reduces a tensor ``[ranks, params, values]`` to
+                ``[params, values]``.
 
         Raises:
-            RuntimeError: If a collective fails, as when a rank has died.
+            RuntimeError: If a collective fails, for example because a rank has died.
         """
         partitions = [self.add(param, "") for param in params]
         unsharded = values.to(self._device, copy=True)
@@ -290,18 +295,18 @@ class ShardedOver:
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:
-    """Returns this rank's part of the gradient of every parameter of an optimizer.
+    """Returns this rank's shard of the gradient of every parameter of an optimizer.
 
     Args:
-        optimizer: The optimizer, or an object that delegates to it.
-        operation: What errors begin with.
+        optimizer: The optimizer, or a wrapper that delegates to it.
+        operation: Start of errors.
 
     Returns:
-        The gradients, None where there is none; and the ranks that have the other parts.
+        The gradients, None where a parameter has none; and the process groups of the other shards.
 
     Raises:
-        TypeError, ValueError: If a group has no list of parameters, or a DTensor is not sharded or
-            replicated.
+        TypeError, ValueError: If a group has no list of parameters, or a DTensor is neither sharded
+            nor replicated.
     """
     grads: list[Tensor | None] = []
     sharded_over = ShardedOver()
@@ -318,11 +323,11 @@ def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], Sh
 
 
 def check_process_group(group: Any, operation: str = "GradScaler") -> None:
-    """Refuses what is neither None nor a group that this process is a member of.
+    """Raises TypeError unless an object is None or a group that contains this process.
 
     Args:
-        group: What was given.
-        operation: What the error begins with.
+        group: The object.
+        operation: Start of the error.
     """
     if group is None:
         return
@@ -334,18 +339,19 @@ def check_process_group(group: Any, operation: str = "GradScaler") -> None:
 
 
 def check_guard(optimizer: Any) -> None:
-    """Refuses a guard of norms that would let the ranks of a scaler's process group skip apart.
+    """Refuses a norm guard with which the ranks of a scaler could skip different steps.
 
     Args:
-        optimizer: Which the scaler is about to step.
+        optimizer: The optimizer that the scaler is about to step.
 
     Raises:
-        RuntimeError: If its guard has no process group, and its parameters are not sharded.
+        RuntimeError: If the guard of the optimizer has no process group, and its parameters are not
+            sharded.
     """
     guard = getattr(optimizer, "norm_guard", None)
     if guard is None or guard.process_group is not None:
         return
-    if not any(map(is_dtensor, params_of(optimizer))):  # sharded ones share their norm
+    if not any(map(is_dtensor, params_of(optimizer))):  # ranks share the norm of sharded parameters
         raise RuntimeError(
             "GradScaler.step: norm_guard of the optimizer must have the process_group of the "
             "scaler, whose ranks step and skip together, got a guard without one"
@@ -356,20 +362,20 @@ def check_guard(optimizer: Any) -> None:
 def all_reduce_flags(
     flags: Mapping[torch.device, Tensor], scale: Tensor, group: Any
 ) -> tuple[dict[torch.device, Tensor], Tensor]:
-    """Lets all ranks of a group agree on found_inf, in one collective.
+    """Reduces ``found_inf`` flags over all ranks of a group, in one collective.
 
     Args:
-        flags: One number for each device of this rank. May be empty.
-        scale: One number, which should be the same on all ranks; a rank without any flag gets one
-            on its device.
+        flags: Maps each device of this rank to one number. May be empty.
+        scale: The loss scale, one number, which should be the same on all ranks.
         group: The process group.
 
     Returns:
-        The largest of all, one float32 on each of the devices, and at least 1 if the scales differ;
-        and one bool, whether they do.
+        Two values. First, one float32 on each device of ``flags``, or on that of ``scale`` if there
+        are none, with the largest flag of all ranks, and at least 1 if the scales differ. Second,
+        one bool tensor, True if the scales differ.
 
     Raises:
-        RuntimeError: If the collective fails, as when a rank has died.
+        RuntimeError: If the collective fails, for example because a rank has died.
     """
     meeting_point = _meeting_point(scale.device, group)
     worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
@@ -391,11 +397,11 @@ def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
     """Returns the sum of a number over the ranks of a group, in one collective.
 
     Args:
-        value: One number.
+        value: A tensor of one element.
         group: The process group.
 
     Raises:
-        RuntimeError: If the collective fails, as when a rank has died.
+        RuntimeError: If the collective fails, for example because a rank has died.
     """
     total = to_device(value, _meeting_point(value.device, group)).clone()
     _all_reduce(total, torch.distributed.ReduceOp.SUM, group)
@@ -403,7 +409,7 @@ def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
 
 
 def _meeting_point(device: torch.device, group: Any) -> torch.device:
-    """Returns where the ranks of a group can meet: a device, if the group takes its type."""
+    """Returns the device for a collective: the given one if the group supports its type."""
     taken = [kind.type for kind in group._device_types]
     return device if device.type in taken or not taken else torch.device(taken[0])
 
