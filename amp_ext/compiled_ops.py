@@ -2,11 +2,9 @@
 
 The decorator ``operation`` derives an operator such as ``torch.ops.amp_ext.adam`` from the
 signature of a function of :mod:`amp_ext.ops`. Inside a compiled region the function calls its
-operator; elsewhere it runs directly, which saves 40 µs.
-
-The schema of an operator allows no optional lists that are written, so each becomes a list and a
-bool that tells whether it was given. A learning rate becomes two arguments as well, a number and a
-tensor.
+operator; elsewhere it runs directly, which saves 40 µs. A schema allows no optional lists that are
+written, so each becomes a list and a bool that tells whether it was given. A learning rate becomes
+two arguments as well, a number and a tensor.
 """
 
 from __future__ import annotations

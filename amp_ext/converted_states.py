@@ -99,12 +99,10 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
 
     A second moment ("q8s") is stored as its square root, and a positive one never becomes 0; a
     momentum ("q8m") is stored as sign and magnitude. Both are rounded to nearest, in units of a
-    power of two above the largest element of the block:
-
-    * A root is stored with 6 bits of mantissa, after 1/16 of the unit was added to it.
-    * A magnitude is stored linearly below 1/8 of the unit, and in octaves above.
-
-    A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to the CPU and back.
+    power of two above the largest element of the block. A root is stored with 6 bits of mantissa,
+    after 1/16 of the unit was added. A magnitude is stored linearly below 1/8 of the unit, and in
+    octaves above. A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to
+    the CPU and back.
 
     Args:
         moment: float32. The first dimension must be outermost in memory, and the product of the
@@ -112,7 +110,7 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
         code: "q8s" for second moments or "q8m" for momenta.
 
     Returns:
-        The codes, uint8 of the same shape; and the exponents, uint8 of the shape
+        The codes, uint8 of the same shape; and the exponents, uint8 of shape
         ``(shape[0], blocks in a row)``, with the bias of 127 of a float32. Both are on the same
         device.
 

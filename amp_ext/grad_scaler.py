@@ -435,5 +435,5 @@ def _invalidate(state: dict[str, Any]) -> None:
     """Marks an interrupted step, which may have written, so that only ``update`` is allowed."""
     if "iteration" in state:
         state["iteration"].needs_reset = True
-    else:  # other code created the state
+    else:  # code outside amp_ext created the state
         state["stage"] = OptState.STEPPED

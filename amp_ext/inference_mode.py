@@ -12,11 +12,10 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Creates normal tensors inside, without autograd. A context manager and decorator.
+    """Creates normal tensors inside, without autograd; a context manager or decorator.
 
     Tensors created in inference mode can't be written after it, nor saved for a backward pass.
-    Don't write tensors of the caller inside: they may be inference tensors, which can't be written
-    here.
+    Write no tensors of the caller here: if they are inference tensors, this raises.
     """
     with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) switches autograd on
         yield

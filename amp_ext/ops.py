@@ -358,8 +358,7 @@ def adam_(
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
     Args:
-        params: Parameters. The docstring of the module describes this and all other arguments that
-            are not listed here.
+        params: Parameters. See the module for this and all arguments that are not listed here.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
         steps: Step counters. Required unless ``timestep`` is given.
@@ -410,16 +409,14 @@ def lion_(
     """Takes one step of Lion for all parameters.
 
     Args:
-        params: Parameters. The docstring of the module describes this and all other arguments that
-            are not listed here.
+        params: Parameters. See the module for this and all arguments that are not listed here.
         exp_avgs: Moving averages of the gradients.
         steps: Step counters. Not required; incremented if given.
         beta1: Decay of the average whose sign is the direction of the step.
         beta2: Decay of ``exp_avgs``, per step.
 
     Raises:
-        RuntimeError: If lists differ in length, or tensors differ in shape, device or dtype, or
-            overlap.
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
 
     Reference:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
@@ -457,19 +454,17 @@ def sgd_(
     """Takes one step of stochastic gradient descent for all parameters.
 
     Args:
-        params: Parameters. The docstring of the module describes this and all other arguments that
-            are not listed here.
+        params: Parameters. See the module for this and all arguments that are not listed here.
         momentum_buffers: Running sums of the gradients, zeros at first. Given if and only if
             ``momentum`` is not 0.
-        steps: Step counters. Required only with ``dampening`` and without ``timestep``, because the
-            first step does not apply the dampening.
+        steps: Step counters. Required with ``dampening``, which the first step does not apply,
+            unless ``timestep`` is given.
         momentum: Decay of the momentum buffer, per step.
         dampening: Fraction of the gradient that is not added to the momentum buffer.
         nesterov: Uses Nesterov momentum.
 
     Raises:
-        RuntimeError: If lists differ in length, or tensors differ in shape, device or dtype, or
-            overlap.
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or overlap.
 
     Reference:
         Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in

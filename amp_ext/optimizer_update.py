@@ -1,4 +1,4 @@
-"""One step of an optimizer under the classic contract of CUDA training code."""
+"""One step of an optimizer, with an interface that is common in hand-written CUDA training code."""
 
 from __future__ import annotations
 

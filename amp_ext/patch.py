@@ -13,17 +13,11 @@ from amp_ext.grad_scaler import GradScaler as FusedScaler
 
 
 class GradScaler(torch.cuda.amp.GradScaler, FusedScaler):
-    """Our scaler with the constructor of ``torch.cuda.amp.GradScaler`` and its class name.
-
-    Some libraries use the class name as a key in their checkpoints.
-    """
+    """Our scaler with torch's old constructor and its class name, a key in some checkpoints."""
 
 
 class _PlainOptimizer(torch.optim.Optimizer):
-    """Comes between our class and torch's, so that ours skips the methods of torch's class.
-
-    Our ``super().__init__`` and ``super().__setstate__`` reach ``torch.optim.Optimizer`` directly.
-    """
+    """Placed before torch's class in the MRO, so that our class calls ``torch.optim.Optimizer``."""
 
     __init__ = torch.optim.Optimizer.__init__
     __setstate__ = torch.optim.Optimizer.__setstate__

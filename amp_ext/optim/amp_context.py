@@ -1,4 +1,4 @@
-"""What gradient scalers have handed an optimizer for one step: by two attributes, as torch does."""
+"""The attributes ``grad_scale`` and ``found_inf``, by which scalers reach an optimizer's step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ __all__ = [
 
 
 class GradScaleAttribute:
-    """An attribute in which torch's scaler hands something over: ``grad_scale``, ``found_inf``.
+    """A descriptor for ``grad_scale`` or ``found_inf``, attributes that torch's scaler sets.
 
-    torch sets both, calls ``optimizer.step`` and deletes both, unless that call raises: then the
-    step drops them itself. What anybody else sets stays until it is deleted, or a step raises.
-    While a hand-over is accepted, it is in both.
+    torch's scaler sets both, calls ``optimizer.step`` and deletes both. If that call raises, it
+    does not delete them, so the step of the optimizer does. A value set by other code stays until
+    it is deleted or a step raises. During a step of our scaler both attributes show the values of
+    its :class:`AmpStepContext`.
     """
 
     def __init__(self, meaning: str) -> None:
         """Sets the docstring.
 
         Args:
-            meaning: What the attribute holds.
+            meaning: Description of the attribute's value.
         """
         self.__doc__ = meaning
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name  # also in the instance's dict, where this descriptor comes first
+        self._name = name  # also the key in vars(optimizer); the descriptor has priority
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
         if optimizer is None:
@@ -51,28 +52,29 @@ class GradScaleAttribute:
         vars(optimizer)[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
-        vars(optimizer).pop(self._name, None)  # torch deletes what may have been dropped
+        vars(optimizer).pop(self._name, None)  # torch may delete it after a step has
 
 
 def context_from_attributes(optimizer: Any) -> AmpStepContext:
-    """Returns what is in both attributes, None where nothing is."""
+    """Returns the values of both attributes; None for an attribute that is not set."""
     context = vars(optimizer).get
     return AmpStepContext(context("grad_scale"), context("found_inf"))
 
 
 def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepContext:
-    """Returns what a scaler, ours or torch's, would hand over if it stepped an optimizer now.
+    """Returns the context that a scaler, ours or torch's, would pass to a step taken now.
 
-    ``found_inf`` is None where the scaler has not looked yet: then the gradients carry the scale.
+    ``found_inf`` is None if the scaler has not scanned the gradients yet; they carry the scale
+    then.
 
     Args:
-        scaler: The scaler, which is left as it is.
-        optimizer: Which unscales in its step.
-        operation: What errors begin with.
+        scaler: The scaler; it does not change.
+        optimizer: An optimizer that unscales inside its step.
+        operation: Start of errors.
 
     Raises:
-        TypeError: If it is no scaler.
-        RuntimeError: If it has scaled nothing yet, or has stepped the optimizer.
+        TypeError: If ``scaler`` is not a gradient scaler.
+        RuntimeError: If it has not scaled a loss yet, or has already stepped the optimizer.
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
@@ -105,5 +107,5 @@ def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepC
 
 
 def drop_amp_context(optimizer: Any) -> None:
-    """Drops both attributes, whoever has set them."""
+    """Deletes both attributes, regardless of the code that set them."""
     del optimizer.grad_scale, optimizer.found_inf

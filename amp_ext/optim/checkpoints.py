@@ -1,4 +1,4 @@
-"""State dicts that an optimizer loads: whether they fit, and their states as it keeps them."""
+"""Checks state dicts that an optimizer loads, and converts states to the configured formats."""
 
 from __future__ import annotations
 
@@ -123,18 +123,18 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
     """Builds what an optimizer has after a load; writes nothing.
 
     Args:
-        optimizer: Which is to load it.
-        state_dict: From ``state_dict()`` of it, or of what writes the same layout.
+        optimizer: The optimizer that loads.
+        state_dict: A dict from its ``state_dict()``, or one of the same layout from other code.
 
     Returns:
-        ``param_groups`` and ``state`` for the optimizer to take over: states by parameter, in the
-        dtypes, on the device and in the layout that it wants.
+        A dict with ``param_groups`` and ``state`` for the optimizer to use. States are keyed by
+        parameter, and have the dtypes, device and memory layout that the optimizer needs.
 
     Raises:
-        KeyError: If the dict is not one of an optimizer.
+        KeyError: If the dict is not the state dict of an optimizer.
         TypeError: If an option is of a wrong type.
-        ValueError: If another class wrote it, it does not fit the groups, or a part is missing or
-            does not fit.
+        ValueError: If another class wrote the dict, it does not match the groups, or a part of it
+            is missing or does not fit.
     """
     operation, own_groups = operation_of(optimizer), optimizer.param_groups
     _check_layout(operation, state_dict)
@@ -151,11 +151,11 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
 
 
 def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> list[Any]:
-    """Returns the key that each parameter's state has in a file, in the optimizer's order.
+    """Returns the key of each parameter's state in a file, in the order of the optimizer.
 
     Args:
-        optimizer: Which is to load it.
-        state_dict: As for :func:`read_state_dict`, whose errors are those of this one.
+        optimizer: The optimizer that loads.
+        state_dict: A dict as for :func:`read_state_dict`, with the same errors.
     """
     operation = operation_of(optimizer)
     _check_layout(operation, state_dict)
@@ -167,7 +167,7 @@ def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     """Checks that all states of an optimizer are of parameters that it lists.
 
     Raises:
-        ValueError: If one is not, which torch's ``state_dict`` has no key for.
+        ValueError: If one does not; torch's ``state_dict`` would have no key for it.
     """
     registered = set(map(id, params_of(optimizer)))
     for param in optimizer.state:
@@ -180,12 +180,12 @@ def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def operation_of(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the load of an optimizer, as errors name it."""
+    """Returns the name of an optimizer's load method for errors: "AdamW.load_state_dict"."""
     return f"{type(optimizer).__name__}.load_state_dict"
 
 
 def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
-    """Checks that a state dict has groups and states, each of its kind."""
+    """Checks that a state dict has "state" and "param_groups", both of the right type."""
     for name in _LAYOUT:
         if name not in state_dict:
             text = missing_entry(operation, name, state_dict, _has_layout)
@@ -206,9 +206,10 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives groups without parameters the optimizer's own options where torch has lost them.
+    """Gives groups without parameters the optimizer's own options if torch has dropped them.
 
-    ``set_optimizer_state_dict`` does, unless the group is the last one.
+    ``set_optimizer_state_dict`` of torch drops the options of such a group unless it is the last
+    one.
     """
     groups = list(state_dict["param_groups"])
     for index, group in enumerate(own[: len(groups)]):
@@ -220,9 +221,9 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
 def _without_unused_moments(
     optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Drops moments of other optimizers that are all 0, which nothing has ever used.
+    """Removes moments of other optimizers that are all 0, because they were never used.
 
-    DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
+    For example, DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
     """
     of_others = set(ops.names_of_all_buffers())
     of_others -= {buffer.name for buffer in optimizer.description.buffers}
@@ -255,7 +256,7 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
-    """Gives each state the step that apex's and TransformerEngine's FusedAdam keep in its group."""
+    """Gives each state the step that FusedAdam of apex and TransformerEngine keeps in its group."""
     groups, states = [], dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         kept = dict(group)
@@ -273,11 +274,12 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
 def _in_order_of_names(
     operation: str, groups: Sequence[Options], saved_groups: Sequence[Options]
 ) -> list[Options]:
-    """Returns the groups of a file with the keys of their states in the order of the parameters.
+    """Returns the groups of a file, with their state keys in the order of the parameters.
 
-    Where both sides have the same names, these tell which is which; else the place does. Keys that
-    are names themselves, or were made for this optimizer by FullyShardedDataParallel, stay: whoever
-    wrote them has matched the names, and left ``param_names`` in the order of the file.
+    If both sides have the same parameter names, parameters are matched by name, otherwise by
+    position. Keys that are names themselves, or keys of parameters flattened by
+    FullyShardedDataParallel, stay in place: the code that wrote them has already matched the names,
+    but left ``param_names`` in the order of the file.
     """
     for index, group in enumerate(groups):
         check_params(group, f"{operation}: %s of group {index}")
@@ -304,7 +306,7 @@ def _in_order_of_names(
 
 
 def _names_in(group: Options) -> list[str]:
-    """Returns the names of the parameters of a group, none if they do not have one each."""
+    """Returns the names of the parameters in a group; an empty list unless each has one."""
     names = group.get("param_names")
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         return []
@@ -314,8 +316,8 @@ def _names_in(group: Options) -> list[str]:
 def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file over the optimizer's parameters, with all options.
 
-    Those of torch that the file lacks are what torch takes them for; those that torch does not have
-    stay as they are configured.
+    An option of torch that the file lacks gets the value that torch assumes. An option that torch
+    does not have keeps the value that the optimizer was constructed with.
     """
     off = {
         each.name: None if each.type == "flag or none" else False
@@ -347,7 +349,7 @@ def _copied_states(
     saved_states: Mapping[Any, Any],
     groups: Sequence[Options],
 ) -> dict[Any, Any]:
-    """Returns the states of a file, checked and copied as the optimizer keeps them."""
+    """Returns the states of a file, checked, and copied to the formats of the optimizer."""
     operation = operation_of(optimizer)
     states: dict[Any, Any] = {}
     param_keys = set()
@@ -377,11 +379,11 @@ def _has_layout(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _what_is_not_read(state_dict: Mapping[str, Any]) -> str:
-    """Says what a dict around the state dict of an optimizer has that no load takes."""
+    """Returns a note for errors about masters in an outer dict that no load reads, or ""."""
     masters = [key for key in state_dict if str(key).startswith("fp32_")]
     if not masters:
         return ""
-    return (  # of apex's FP16_Optimizer and those made after it
+    return (  # keys of apex's FP16_Optimizer and similar wrappers
         f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
         "the model first"
     )

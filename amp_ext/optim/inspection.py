@@ -1,4 +1,4 @@
-"""What the coming step of an optimizer would do to each parameter, as a table and a picture."""
+"""Shows the effect of the coming step on each parameter, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from amp_ext.program import format_table
 
 __all__ = ["Inspection", "ParamInspection", "inspect_before_step", "inspect_step"]
 
-# Rows of the sums that the compiled module makes of a parameter: the largest update, and a number
-# wherever there is a gradient.
+# Indices into the sums that the compiled module computes for a parameter: the largest update, and
+# the number of elements, which is NaN without a gradient.
 _LARGEST, _NUMEL = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamInspection:
-    """What a step does to one parameter: to its master where it has one, decoded where it is split.
+    """The effect of a step on one parameter; on its master if it has one, joined if it is split.
 
     Attributes:
-        norm: Of the parameter, before the step.
-        update_norm: Of what the step adds to it.
-        ratio: ``update_norm`` by ``norm``; 0 without an update.
-        largest_update: The largest magnitude of an element of the update.
-        moment_norms: By the names of the buffers ("exp_avg"), of what the step leaves in them, as
-            numbers where they are kept in codes.
-        unmoved: The share of elements, 0 to 1, for which the parameter stores the same number after
-            the step as before.
-        unmoved_master: The same share of its master; None without one.
+        norm: Norm of the parameter or master before the step.
+        update_norm: Norm of the update that the step adds.
+        ratio: ``update_norm / norm``; 0 without an update.
+        largest_update: Largest magnitude of an element of the update.
+        moment_norms: Maps the name of each buffer, such as "exp_avg", to its norm after the step;
+            buffers in 8 bits are dequantized first.
+        unmoved: Fraction of the parameter's elements, 0 to 1, whose stored value the step does not
+            change.
+        unmoved_master: The same fraction for the master; None without a master.
     """
 
     norm: float
@@ -50,17 +50,17 @@ class ParamInspection:
 
 
 class Inspection:
-    """What a step does to each parameter that has a gradient. To print it shows a table.
+    """The effect of a step on each parameter that has a gradient. ``print`` shows it as a table.
 
-    Its numbers stay on the device until they are asked for: that waits for a GPU, once.
+    The values stay on the device until they are first read, which waits for a GPU once.
     """
 
     def __init__(self, inspected: ops.InspectedStep, names: Mapping[tuple[int, int], str]) -> None:
-        """Takes what a trial of the step has found.
+        """Stores the results of a trial step.
 
         Args:
-            inspected: By the compiled module, over all ranks.
-            names: What the optimizer calls its parameters, by group and index there.
+            inspected: Results from the compiled module, combined over all ranks.
+            names: Maps the group index and the index in the group of each parameter to its name.
         """
         self._inspected = inspected
         self._names = names
@@ -72,28 +72,28 @@ class Inspection:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step writes nothing, after an overflow or by a guard; updates are 0 then."""
+        """True if the step writes nothing, after an overflow or by a guard; updates are 0 then."""
         return self._numbers[0]
 
     @property
     def params(self) -> dict[str, ParamInspection]:
-        """What the step does to each parameter that has a gradient.
+        """Maps the name of each parameter that has a gradient to the effect of the step on it.
 
         The names are those of ``named_grad_norms()``, in the order of the groups.
         """
         return self._numbers[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as plain numbers: "skipped", and "params" by their names."""
+        """Returns everything as plain numbers in a dict: "skipped", and "params" by name."""
         params = {name: dataclasses.asdict(param) for name, param in self.params.items()}
         return {"skipped": self.skipped, "params": params}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the numbers, which are all that a pickle has."""
+        """Returns the values only, which is all that a pickle needs."""
         return {"_numbers": self._numbers}
 
     def __repr__(self) -> str:
-        """Returns the table, which notebooks show."""
+        """Returns the table, for notebooks."""
         return str(self)
 
     def __str__(self) -> str:
@@ -116,15 +116,15 @@ class Inspection:
         return skipped + format_table(table)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws norms of update and weight by layer, with their ratio, and what stays; saves it.
+        """Plots norms of updates and weights by layer, their ratios and the unmoved elements.
 
-        An update of 0 has no place on the axis.
+        The norm axis is logarithmic, so that updates of 0 are not shown.
 
         Args:
-            path: Of the picture; its ending says the format, as "updates.png".
+            path: File of the picture, such as "updates.png"; its extension sets the format.
 
         Raises:
-            ImportError: Without matplotlib.
+            ImportError: If matplotlib is not installed.
         """
         from matplotlib.figure import Figure
 
@@ -159,8 +159,8 @@ def _combined(sums: Tensor) -> Tensor:
     """Returns the sums of whole parameters.
 
     Args:
-        sums: Those of the parts that ranks have, [ranks, params, sums] float64, NaN where a rank
-            has no gradient.
+        sums: Sums on each rank, float64 of shape ``[ranks, params, sums]``, NaN where a rank has no
+            gradient.
     """
     absent = sums[:, :, _NUMEL].isnan()
     present = sums.masked_fill(absent[:, :, None], 0.0)

@@ -1,4 +1,4 @@
-"""Skips the steps whose gradients have a norm that is far above those before, or clips them."""
+"""Skips steps whose gradients have a norm far above the previous ones, or clips the gradients."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ __all__ = ["NormGuard", "NormGuardHistory", "NormGuardStats"]
 
 @dataclass(frozen=True)
 class NormGuardStats:
-    """What a guard knows after the last step that the device has finished.
+    """Statistics of a guard after the last step that the device has finished.
 
     Attributes:
-        norms: Number of norms so far, with those that were inf or NaN.
-        last_norm: The last of them; inf if it was inf or NaN.
-        mean: Mean of those that entered the statistics.
-        deviation: Their standard deviation, and at least 1 % of the mean.
-        limit: A next norm above it is an outlier; inf while none can be one: at first, and before
-            the ``patience``-th outlier in a row.
-        outliers: Norms so far by which a step was skipped, or its gradients clipped.
-        nonfinite: Norms so far that were inf or NaN.
-        last_outlier: Number of the last outlier among the norms, from 1; 0 if there was none.
+        norms: Number of norms so far, including norms that were inf or NaN.
+        last_norm: The last norm; inf if it was inf or NaN.
+        mean: Mean of the norms that entered the statistics.
+        deviation: Standard deviation of these norms, but at least 1 % of the mean.
+        limit: The next norm is an outlier if it is above this limit. inf if it can't be an outlier:
+            during the warmup, and before the ``patience``-th outlier in a row.
+        outliers: Number of norms so far for which a step was skipped or its gradients were clipped.
+        nonfinite: Number of norms so far that were inf or NaN.
+        last_outlier: Number of the last outlier among the norms, counted from 1; 0 if there was
+            none.
     """
 
     norms: int
@@ -48,12 +49,13 @@ class NormGuardStats:
 
 @dataclass(frozen=True)
 class NormGuardHistory:
-    """The last 4,096 norms of steps that the device has finished, oldest first.
+    """The last 4,096 gradient norms of steps that the device has finished, oldest first.
 
     Attributes:
-        numbers: Their numbers, from 1.
-        norms: Of the unscaled gradients; inf for one that was inf or NaN.
-        withheld: Whether the step was skipped, or its gradients clipped to the limit.
+        numbers: Numbers of the norms, from 1.
+        norms: Norms of the unscaled gradients; inf for a norm that was inf or NaN.
+        withheld: True for each norm whose step was skipped, or whose gradients were clipped to the
+            limit.
     """
 
     numbers: list[int]
@@ -61,13 +63,13 @@ class NormGuardHistory:
     withheld: list[bool]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the norms, with a cross at each that was skipped or clipped; saves the picture.
+        """Plots the norms, with a cross at each that was skipped or clipped, and saves it.
 
         Args:
-            path: Of the picture; its ending says the format, as "norms.png".
+            path: File of the picture, such as "norms.png"; its extension sets the format.
 
         Raises:
-            ImportError: Without matplotlib.
+            ImportError: If matplotlib is not installed.
         """
         marks = Marks("skipped or clipped", self.withheld)
         labels = "norm", "norm of the gradients"
@@ -75,16 +77,17 @@ class NormGuardHistory:
 
 
 class NormGuard:
-    """Judges the norm of all gradients at every step of an optimizer, on its device.
+    """Checks the norm of all gradients at every step of an optimizer, on the device.
 
     ::
 
         guard = amp_ext.optim.NormGuard()
         optimizer = amp_ext.optim.AdamW(model.parameters(), lr=1e-3, norm_guard=guard)
 
-    A norm above ``mean + sigma_factor * deviation`` of the norms before is an outlier: a corrupt
-    batch, most often. Nothing waits for the device. The statistics are the exponentially weighted
-    mean and variance of the float32 norms of the unscaled gradients of all groups, in float64::
+    A norm above ``mean + sigma_factor * deviation`` of the previous norms is an outlier, most often
+    caused by a corrupt batch. Nothing waits for the device. The statistics are the exponentially
+    weighted mean and variance of the norms of the unscaled gradients of all groups. Norms are
+    float32, the statistics float64::
 
         weight = max(2 / (window + 1), 1 / n)  # with n norms, this one included
         difference = norm - mean
@@ -92,43 +95,48 @@ class NormGuard:
         variance = (1 - weight) * (variance + weight * difference**2)
         deviation = max(sqrt(variance), 0.01 * mean)
 
-    Outliers do not enter them; nor do norms that are inf or NaN, nor steps after which there is
-    none: no parameter has a gradient, or a scaler found an overflow. The ``patience``-th outlier in
-    a row is taken for a new level: it is stepped with, and the first of new statistics, which have
-    the standard deviation of before in proportion to the mean, and judge at once.
+    Outliers and norms that are inf or NaN do not enter the statistics. A step without a norm does
+    not either: no parameter has a gradient, or a scaler found an overflow. The ``patience``-th
+    outlier in a row counts as a new level: its step is taken, and the statistics restart with its
+    norm as the mean and the old standard deviation scaled in proportion. They are used at once,
+    without a warmup.
 
-    A step is judged as a whole, before anything is written, also over devices and dtypes. Its norm
-    enters once, after it.
+    There is one decision for each step, before anything is written, for all devices and dtypes. The
+    norm enters the statistics once, after the step.
 
-    An outlier is no overflow: the scale of a gradient scaler goes on as after a clean step. A norm
-    that is inf or NaN without a scaler skips the step, too, unless the optimizer has
-    ``skip_nonfinite``, whose norm is that of the finite elements. It is the optimizer's
-    ``grad_norm``; to clip as well, give it ``max_grad_norm``: gradients that were clipped before
-    the step hide outliers from the guard.
+    An outlier is not an overflow: a gradient scaler treats its step as a clean one. Without a
+    scaler, a norm that is inf or NaN also skips the step, unless the optimizer has
+    ``skip_nonfinite``; its norm is then that of the finite elements. The norm is the optimizer's
+    ``grad_norm``. To clip as well, give ``max_grad_norm`` to the optimizer, because clipping before
+    the step would hide outliers from the guard.
 
     Args:
-        sigma_factor: Deviations above the mean that a norm may be; above 0.
-        window: Norms whose plain average would give the newest one the same weight; 1 or more.
-        warmup_steps: Norms that enter the statistics before these judge; 1 or more.
-        max_norm: A norm above it is an outlier from the first step on, whatever the statistics say;
-            such outliers do not count for ``patience``, nor do they break a row. None: no limit.
-        action: At an outlier "skip" writes nothing, and steps are not counted; "clip" scales the
-            gradients down to the limit that the norm has passed. With ``max_grad_norm``, the
-            smaller factor of both is taken.
-        patience: Outliers in a row of which the last is taken; 1 or more. With 1 the statistics
-            withhold nothing.
-        process_group: Ranks of torch.distributed that have other parameters than this one: the
-            squares are summed over them, so that all skip together, and ``max_grad_norm`` clips
-            by that norm, too. Parameters that are sharded DTensors share their norm without it.
+        sigma_factor: Number of deviations that a norm may be above the mean; above 0.
+        window: Number of norms over which the statistics average; the newest norm has the same
+            weight as in a plain average of about so many norms. 1 or more.
+        warmup_steps: Number of norms that must enter the statistics before these are used; 1 or
+            more.
+        max_norm: A norm above this value is an outlier from the first step on, whatever the
+            statistics say. Such outliers do not count for ``patience``, nor do they interrupt a row
+            of outliers. None for no limit.
+        action: At an outlier, "skip" writes nothing and does not count the step. "clip" scales the
+            gradients down to the limit that the norm exceeds; with ``max_grad_norm``, the smaller
+            of the two factors applies.
+        patience: Number of outliers in a row after which the last one is accepted; 1 or more. With
+            1 the statistics never skip or clip a step.
+        process_group: Ranks of torch.distributed that hold other parameters than this one. The
+            squares are summed over these ranks, so that all skip together, and ``max_grad_norm``
+            also clips by that norm. Sharded DTensors do not need it, because ranks share their norm
+            anyway.
 
     Raises:
         TypeError: If an argument is of a wrong type.
-        ValueError: If one is out of range.
+        ValueError: If an argument is out of range.
 
     Reference:
-        Statistics as in Finch, "Incremental calculation of weighted mean and variance", 2009. With
-        action="clip" simpler than ZClip (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM
-        Pre-Training", 2025), which clips to another value and lets it enter.
+        Statistics as in Finch, "Incremental calculation of weighted mean and variance", 2009.
+        action="clip" is simpler than ZClip (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM
+        Pre-Training", 2025), which clips to another value and lets it enter the statistics.
     """
 
     def __init__(
@@ -156,31 +164,31 @@ class NormGuard:
         self._start()
 
     def _start(self) -> None:
-        """Makes statistics that nothing has entered, for no optimizer."""
+        """Creates empty statistics, and detaches the guard from its optimizer."""
         options = dict(self._options)
         limit = options["max_norm"]
         options["max_norm"] = math.inf if limit is None else float(limit)
         options["clips"] = options.pop("action") == "clip"
-        #: The compiled part, for an optimizer.
+        #: The compiled statistics, used by the optimizer.
         self.statistics = ops.NormStatistics(**options)
         self._optimizer: weakref.ref[Any] | None = None
 
     def __repr__(self) -> str:
-        """Returns the call that makes such a guard."""
+        """Returns a constructor call that makes an equal guard."""
         options = ", ".join(f"{name}={value!r}" for name, value in self._options.items())
         return f"NormGuard({options})"
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the guard was made with, without its process group; a copy."""
+        """A copy of the arguments of the constructor, except the process group."""
         return dict(self._options)
 
     @property
     def process_group(self) -> Any:
-        """The ranks over which squares are summed, or None. Of a pickle it has to be set again.
+        """The ranks over which squares are summed, or None. Must be set again after unpickling.
 
         Raises:
-            TypeError: If what is set is neither None nor a group of which this process is a member.
+            TypeError: If the new value is neither None nor a group that contains this process.
         """
         return self._process_group
 
@@ -194,7 +202,8 @@ class NormGuard:
         """Returns the process group for a step.
 
         Raises:
-            RuntimeError: If the guard was pickled with one, which no pickle can have.
+            RuntimeError: If the guard had a process group when it was pickled, and none was set
+                since.
         """
         if self._lacks_group:
             raise RuntimeError(
@@ -204,18 +213,18 @@ class NormGuard:
         return self._process_group
 
     def is_free_for(self, optimizer: Any) -> bool:
-        """Returns whether no other optimizer has this guard."""
+        """Returns True unless the guard belongs to another optimizer that still exists."""
         other = None if self._optimizer is None else self._optimizer()
         return other is None or other is optimizer
 
     def attach(self, optimizer: Any) -> None:
-        """Makes this the guard of an optimizer, whose ``norm_guard`` it is then, and of no other.
+        """Makes this the guard of one optimizer, which stores it as ``norm_guard``.
 
         Args:
-            optimizer: One of :mod:`amp_ext.optim`; None: of none from here on.
+            optimizer: An optimizer of :mod:`amp_ext.optim`, or None to detach the guard.
 
         Raises:
-            ValueError: If it is the guard of another optimizer that is still there.
+            ValueError: If the guard belongs to another optimizer that still exists.
         """
         if optimizer is not None and not self.is_free_for(optimizer):
             raise ValueError(
@@ -225,10 +234,10 @@ class NormGuard:
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def last_step_skipped(self, *, wait: bool = False) -> bool:
-        """Returns whether the guard has skipped the last step that the device has finished.
+        """Returns True if the guard skipped the last step that the device has finished.
 
         Args:
-            wait: Waits for the device, so that the answer is that of the last step.
+            wait: Waits for the device, so that the answer is that for the last step.
         """
         return self.statistics.last_step_skipped(wait)
 
@@ -236,7 +245,8 @@ class NormGuard:
         """Returns the statistics and counts.
 
         Args:
-            wait: Waits for the device; else they are as of the last step that it has finished.
+            wait: Waits for the device; otherwise returns those after the last step that it has
+                finished.
         """
         state = self.statistics.state(wait)
         deviation, limit = self.statistics.limits(wait)
@@ -252,16 +262,16 @@ class NormGuard:
         )
 
     def history(self, *, wait: bool = False) -> NormGuardHistory:
-        """Returns the last 4,096 norms, for plots; after a load those since.
+        """Returns the last 4,096 norms, for plots; after a load only the norms since then.
 
         Args:
-            wait: Waits for the device, so that the last step is among them.
+            wait: Waits for the device, so that the history includes the last step.
         """
         first, norms, withheld = self.statistics.history(wait)
         return NormGuardHistory(list(range(first, first + len(norms))), norms, withheld)
 
     def warn_if_blind(self) -> None:
-        """Warns once if all norms are the same, as those of gradients that were clipped before."""
+        """Warns once if all norms are equal, as after clipping outside of the optimizer."""
         if self.statistics.must_warn():
             warnings.warn(self.statistics.warning(), stacklevel=4)
 
@@ -270,16 +280,16 @@ class NormGuard:
         return self.statistics.state(wait=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads statistics and counts; the arguments of the guard stay as constructed.
+        """Loads statistics and counts. The arguments of the guard stay as constructed.
 
         Args:
-            state_dict: From ``state_dict()``.
+            state_dict: A dict from ``state_dict()``.
 
         Raises:
-            TypeError: If it is no dict.
+            TypeError: If ``state_dict`` is not a dict.
             KeyError: If an entry is missing.
-            ValueError: If an entry is no number, or out of range. Nothing has been changed after
-                any of these.
+            ValueError: If an entry is not a number, or out of range. After any error the guard is
+                unchanged.
         """
         operation = "NormGuard.load_state_dict"
         check_is_dict(operation, state_dict)
@@ -292,7 +302,7 @@ class NormGuard:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a pickle or a copy has: arguments and statistics, no optimizer or ranks."""
+        """Returns the arguments and statistics, but neither optimizer nor process group."""
         has_group = self._process_group is not None or self._lacks_group
         return {"options": self._options, "statistics": self.state_dict(), "has_group": has_group}
 
@@ -304,14 +314,14 @@ class NormGuard:
         self.statistics.load(state["statistics"])
 
     def __copy__(self) -> NormGuard:
-        """Copies the guard with its process group, which no pickle can have."""
+        """Copies the guard together with its process group, which a pickle can't hold."""
         other = type(self).__new__(type(self))
         other.__setstate__(self.__getstate__())
         other._process_group, other._lacks_group = self._process_group, self._lacks_group
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
-        """Does the same."""
+        """Returns a copy, as ``copy.copy`` does."""
         return copy.copy(self)
 
 

@@ -1,7 +1,8 @@
-"""Whether the options of a group are what the compiled module describes.
+"""Checks the options of a parameter group against their description in the compiled module.
 
-It knows their ranges. What is here is what only Python can have: other types, numbers of numpy, and
-tensors where numbers are meant. ``description`` is what the module says of an optimizer.
+The compiled module checks the ranges. This file handles what only Python can pass: values of other
+types, numpy numbers, and tensors in place of numbers. ``description`` is always the compiled
+module's description of the optimizer.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ __all__ = [
 
 Options = dict[str, Any]
 
-# Arguments of a constructor that belong to the optimizer and to none of its groups.
+# Arguments of a constructor that are not options of a group.
 _OF_THE_OPTIMIZER = ("self", "params", "track_grad_norms", "norm_guard")
 
-#: The options of ``state_dtype`` that name no dtype.
+#: The values of ``state_dtype`` that are not the name of a dtype.
 CODED_STATES = ("8bit-bf16", "8bit")
 
 
 def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options among the arguments of a constructor, given its ``locals()``."""
+    """Returns the group options among the arguments of a constructor, given its ``locals()``."""
     others = (*_OF_THE_OPTIMIZER, "__class__")
     return {name: value for name, value in arguments.items() if name not in others}
 
@@ -45,7 +46,7 @@ def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
 def check_defaults(description: Any, defaults: Options, where: str) -> None:
     """Checks the options that an optimizer is constructed with, as :func:`check_group` does.
 
-    Their ranges are checked as torch does, in its words, where it does.
+    Where torch checks the range of an option too, the error is torch's.
     """
     _check_types(description, defaults, where)
     if defaults["fused"] and defaults["foreach"]:
@@ -69,17 +70,17 @@ def check_defaults(description: Any, defaults: Options, where: str) -> None:
 def check_group(description: Any, group: Options, where: str) -> None:
     """Checks the options of a group: that none is missing, their types and their values.
 
-    Writes numbers of numpy back as those of Python, and ``state_dtype`` as its name.
+    Replaces numpy numbers by Python numbers, and a dtype in ``state_dtype`` by its name.
 
     Args:
-        description: Of the optimizer.
-        group: The options; what is not described is left alone.
-        where: What messages say, with ``%s`` for the name: "Adam: %s of group 1".
+        description: Description of the optimizer.
+        group: The options. Entries that the description does not list are ignored.
+        where: Start of the error, with ``%s`` for the name: "Adam: %s of group 1".
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If one is missing, or a step has no use for it. torch raises a KeyError for the
-            former, which would print this in quotes.
+        ValueError: If an option is missing, or a step can't use its value. For a missing option
+            torch raises a KeyError, but that would print this text in quotes.
         RuntimeError: If ``differentiable`` is true.
     """
     for option in description.options:
@@ -104,7 +105,7 @@ def _check_types(description: Any, options: Options, where: str) -> None:
 
 def _check_values(description: Any, options: Options, where: str) -> None:
     description.check_options(options, where, _shown)
-    if isinstance(options["state_dtype"], torch.dtype):  # which distributed checkpoints refuse
+    if isinstance(options["state_dtype"], torch.dtype):  # for distributed checkpoints
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
         raise RuntimeError(
@@ -114,7 +115,7 @@ def _check_values(description: Any, options: Options, where: str) -> None:
 
 
 def defaults_of(kind: type) -> Options:
-    """Returns what the options of a class are where its constructor is not told."""
+    """Returns the default values in the constructors of a class."""
     return {
         name: parameter.default
         for name, parameter in _parameters(kind).items()
@@ -124,7 +125,7 @@ def defaults_of(kind: type) -> Options:
 
 @functools.cache
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the options that the constructors of a class name."""
+    """Returns the options that the constructors of a class and its bases name."""
     return {
         parameter.name: parameter
         for base in reversed(kind.__mro__)
@@ -154,7 +155,7 @@ def check_unique(params: Iterable[Any], where: str) -> None:
 
 
 def with_plain_options(description: Any, options: Options) -> Options:
-    """Returns a copy of the options of a group, and of what stands beside them, without numpy."""
+    """Returns a copy of a group's options and other entries, with Python numbers for numpy's."""
     kinds = {each.name: each.type for each in description.options}
     return {
         name: with_plain_numbers(_plain(value, kinds.get(name, "")))
@@ -163,7 +164,7 @@ def with_plain_options(description: Any, options: Options) -> Options:
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """Returns an option of a kind without numbers of numpy."""
+    """Returns an option with Python numbers in place of numpy's; ``kind`` is its type."""
     is_list = isinstance(value, (Sequence, Tensor)) or hasattr(value, "ndim")
     if kind == "numbers" and is_list and not isinstance(value, str):
         return tuple(map(plain, value))
@@ -178,8 +179,9 @@ def _is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool) or is_number(value)
 
 
-# What fits the kind of an option. As to torch, a bool is a number, a tensor of one element will do
-# for any number that torch knows, and 0, 1 and None are flags. Forms of states are values.
+# Maps the type of an option to a function that accepts its values. As in torch, a bool is accepted
+# as a number, a tensor of one element as any number that torch has, and 0, 1 and None as flags. The
+# values of "states" are checked later, with the ranges.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "learning rate": _is_tensor_or_number,
     "number": _is_tensor_or_number,

@@ -13,40 +13,40 @@ from amp_ext.optim.options import options_of
 
 
 class SGD(FusedOptimizer):
-    """SGD, in place of ``torch.optim.SGD``.
+    """SGD, a replacement for ``torch.optim.SGD``.
 
     Args:
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
-        lr: Learning rate; as a tensor, one element, read on its device at each step.
-        momentum: Decay of the momentum buffer, per step.
-        dampening: Share of the gradient that is kept out of the momentum buffer, except at the
+        lr: Learning rate; a tensor must have one element, and is read on its device at each step.
+        momentum: Decay rate of the momentum buffer, per step.
+        dampening: Fraction of the gradient that is not added to the momentum buffer, except in the
             first step.
-        weight_decay: Weight decay per step, before the learning rate.
-        nesterov: Looks ahead along the momentum.
-        maximize: Ascends instead.
+        weight_decay: Weight decay coefficient, before multiplication by the learning rate.
+        nesterov: Uses Nesterov momentum.
+        maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
-            keeps 16 more bits beside the parameter instead, "split8" 8 more.
-        state_dtype: Dtype of the moments: torch.float32 or torch.bfloat16, or None for the
-            parameter's. "8bit-bf16" and "8bit" keep them in 8 bits.
-        rounding: How numbers in 16 and 8 bits are rounded: "dither", which loses no small change in
-            the mean, or "nearest". None dithers unless ``state_dtype`` is None.
-        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
-            step; the norm is then in ``grad_norm``. None clips nothing.
-        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
-        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
-            out of the norm.
-        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
+            stores only the 16 bits that the parameter lacks, "split8" only 8 of them.
+        state_dtype: Dtype of the moments: torch.float32, torch.bfloat16, or None for the
+            parameter's. "8bit" quantizes them to 8 bits, "8bit-bf16" keeps second ones in bfloat16.
+        rounding: Rounding of values stored in 16 or 8 bits: "nearest", or "dither", which loses no
+            small change on average. None means "nearest" if ``state_dtype`` is None, else "dither".
+        max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
+            value; the norm before clipping is then in ``grad_norm``. None does not clip.
+        clip_value: Clips each element of the unscaled gradients to this magnitude, after the norm.
+        skip_nonfinite: Does not update elements whose gradient is inf or NaN, and leaves them out
+            of the norm.
+        write_back_grads: Stores the unscaled, clipped gradients in ``.grad``; otherwise a step
             leaves ``.grad`` as the backward pass made it.
-        foreach: Accepted for drop-in use; there is one path.
-        fused: Accepted for drop-in use; there is one path.
+        foreach: Accepted for compatibility with torch; there is only one implementation.
+        fused: Accepted for compatibility with torch; there is only one implementation.
         differentiable: Must be False.
-        track_grad_norms: Keeps the norm of each gradient at every step, in ``grad_norms``.
+        track_grad_norms: Stores the norm of each gradient in ``grad_norms`` at every step.
         norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips steps whose gradients have a
-            norm far above those before, or clips them.
+            norm far above the previous ones, or clips these gradients.
 
-    :class:`~amp_ext.optim.fused_optimizer.FusedOptimizer` says more about the options that all
-    optimizers have.
+    :class:`~amp_ext.optim.fused_optimizer.FusedOptimizer` describes the options of all optimizers
+    in more detail.
 
     Raises:
         ValueError: If an option is out of range, or a parameter is listed twice.
@@ -83,5 +83,5 @@ class SGD(FusedOptimizer):
         track_grad_norms: bool = False,
         norm_guard: NormGuard | None = None,
     ) -> None:
-        """Checks the options; see the class."""
+        """Checks the options, which the docstring of the class describes."""
         super().__init__(params, options_of(locals()), track_grad_norms, norm_guard)

@@ -1,14 +1,15 @@
-"""The states of parameters in the dicts of an optimizer, laid out over ranks as the parameters are.
+"""The states of parameters in an optimizer's dicts, sharded over ranks like the parameters.
 
-What a parameter keeps, and what a file has of it, is decided by the compiled module, of tensors of
-this rank: here the parts of a DTensor are taken before, and made DTensors again after.
+The compiled module decides what a parameter keeps in its state and how a file is read, and it only
+sees this rank's tensors. The functions here take the local shards of DTensors before a call, and
+make DTensors of the results.
 
-A master in full stands under "master_param". The lower part of a split one, and a moment in codes
-of 8 bits, stand under keys of their own, which name their formats: "master_low_bf16",
-"exp_avg_q8h" for a first moment as the ratio to the root of the second, "exp_avg_sq_q8s" for the
-root of a second moment and "momentum_buffer_q8m" for a momentum, both in blocks of 32 elements with
-an exponent each, under "exp_avg_sq_exp". So who knows the names of torch alone does not take codes
-for moments.
+A float32 master has the key "master_param". Residuals of split masters and moments in 8 bits have
+other keys, which name their formats: "master_low_bf16"; "exp_avg_q8h" for a first moment as a ratio
+to the root of the second; "exp_avg_sq_q8s" for the root of a second moment and
+"momentum_buffer_q8m" for a momentum, both quantized in blocks of 32 elements, with an exponent for
+each block under a key such as "exp_avg_sq_exp". So code that knows only torch's keys can't mistake
+quantized values for moments.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Local = tuple["ops.StateSpec", "ops.ParamRef", dict[str, Tensor]]
 
 
 class PlacedParam(NamedTuple):
-    """A parameter, what it keeps, and where it is listed."""
+    """A parameter, the specification of its state, and its position in the groups."""
 
     spec: ops.StateSpec
     param: Tensor
@@ -51,11 +52,11 @@ class PlacedParam(NamedTuple):
     index_in_group: int
 
     def __str__(self) -> str:
-        """Returns where it is listed, as errors say it."""
+        """Returns the position for errors: "group 0, param 3"."""
         return f"group {self.group_index}, param {self.index_in_group}"
 
     def registered(self) -> ops.ParamRef:
-        """Returns the parameter as the compiled module knows it."""
+        """Returns the reference to the parameter that the compiled module takes."""
         param = self.param
         return ops.ParamRef(
             param,
@@ -66,10 +67,10 @@ class PlacedParam(NamedTuple):
         )
 
     def parts(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-        """Returns this rank's parts of what the optimizer has in a state of the parameter.
+        """Returns this rank's shards of the optimizer's own tensors in a state of the parameter.
 
         Raises:
-            TypeError: If one is no tensor.
+            TypeError: If the value under such a key is not a tensor.
         """
         spec, parts = self.spec, {}
         for key, value in state.items():
@@ -83,17 +84,17 @@ class PlacedParam(NamedTuple):
         return parts
 
     def laid_out(self, key: str, part: Tensor) -> Tensor:
-        """Returns this rank's part of what stands under a key as one laid out over the ranks."""
+        """Returns this rank's shard of a state's tensor, as a DTensor if the parameter is one."""
         if key == "step" or not is_dtensor(self.param):
             return part
         return laid_out_as(self.param, part, *self.spec.layout_under(key, self.param))
 
 
 def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
-    """Checks that FSDP1 can save what a parameter keeps, if it is one of those that it flattens.
+    """Checks that FSDP1 can save the state of a parameter, if FSDP1 has flattened it.
 
     Raises:
-        ValueError: If it keeps codes or the lower part of a master.
+        ValueError: If the state holds moments in 8 bits or the residual of a split master.
     """
     if not is_flattened(param):
         return
@@ -116,19 +117,19 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
 def init_states(
     states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]
 ) -> tuple[States, list[Local]]:
-    """Makes the states of parameters whole, for the optimizer to keep.
+    """Completes the states of parameters: creates missing tensors and converts others.
 
     Args:
-        states: Of the optimizer.
+        states: The states of the optimizer; they do not change.
         placed_params: The parameters.
 
     Returns:
-        The states that are others than before, by their parameters; and for each place this rank's
-        parts of its state.
+        A dict from parameters to new states, only for states that differ from the present ones; and
+        for each parameter its specification, its reference and this rank's shards of its state.
 
     Raises:
-        TypeError: If a part of a state is no tensor.
-        ValueError: If a part of a state is missing.
+        TypeError: If the value under an own key of a state is not a tensor.
+        ValueError: If a required tensor of a state is missing.
     """
     made: States = {}
     local: list[Local] = []
@@ -150,15 +151,15 @@ def init_states(
 
 @outside_inference_mode()
 def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> dict[str, Any]:
-    """Returns the state of a parameter that a file has, copied as the options want it.
+    """Returns a copy of a parameter's state in a file, converted to the configured formats.
 
     Args:
-        placed: The parameter, which has been loaded.
+        placed: The parameter, whose values have already been loaded.
         saved: Its state in the file.
-        operation: What messages begin with.
+        operation: Start of errors.
 
     Raises:
-        ValueError: If it does not fit the parameter, or a part of it is missing.
+        ValueError: If the state does not fit the parameter, or a part of it is missing.
     """
     spec, param = placed.spec, placed.param
     if is_lazy(param):
@@ -176,11 +177,11 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
 
 
 def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's parts of what a file has for a DTensor, however it was sharded there."""
+    """Returns this rank's shards of a DTensor's state in a file, however it was sharded there."""
     spec, param = placed.spec, placed.param
     local = local_tensor(param.detach())
     parts = {key: value for key, value in saved.items() if spec.is_key(key)}
-    if not is_over_rows(param):  # the parts of the ranks cut blocks
+    if not is_over_rows(param):  # shards may divide a block
         for name, code, keys in spec.blocks_in(parts):
             codes, exponents = (_unsharded(parts.pop(key)).to(local.device) for key in keys)
             parts[name] = _over_all_ranks(param, ops.dequantize_blockwise(codes, exponents, code))
@@ -199,7 +200,7 @@ def _unsharded(tensor: Any) -> Tensor:
 
 
 def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
-    """Returns a tensor that all ranks have as a DTensor on the mesh of a parameter."""
+    """Returns a tensor that every rank holds as a replicated DTensor on a parameter's mesh."""
     from torch.distributed.tensor import Replicate
 
     everywhere = [Replicate()] * len(param.placements)
@@ -209,7 +210,7 @@ def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
 
 
 def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a state with float32 numbers under the keys of torch."""
+    """Returns a copy of a state with float32 values under the keys that torch uses."""
     spec = placed.spec
     parts = spec.float32_state(placed.registered(), placed.parts(state))
     found = {
@@ -221,11 +222,14 @@ def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, An
 
 
 def existing_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """Returns this rank's part of a master as it is kept, or in float32; None if there is none.
+    """Returns this rank's shard of a master, in float32 unless the kernels can use it as stored.
 
     Args:
         param: The parameter.
-        state: Of the parameter.
+        state: State of the parameter.
+
+    Returns:
+        The master or its residual; None if the parameter has no master.
     """
     parts = {key: local_tensor(master) for key, master in _masters_in(state).items()}
     return ops.existing_master(local_tensor(param.detach()), parts)
@@ -236,11 +240,11 @@ def _masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fp32_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """Returns the float32 master of a parameter: that which is kept, or one made of its parts.
+    """Returns the float32 master of a parameter, or a joined copy if the master is split.
 
     Args:
-        param: The parameter, which stands for itself without a master.
-        state: Of the parameter.
+        param: The parameter, which is returned itself if it has no master.
+        state: State of the parameter.
     """
     masters = _masters_in(state)
     part = local_tensor(param.detach())

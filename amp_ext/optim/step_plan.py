@@ -26,13 +26,14 @@ __all__ = ["StepPlan"]
 
 
 class StepPlan:
-    """The parameters, gradients and states of an optimizer, from step to step.
+    """Stores what an optimizer knows about its parameters, gradients and states between steps.
 
-    The plan has no reference to its optimizer, so that no cycle keeps the two alive.
+    The optimizer refers to the plan, but the plan does not refer to the optimizer, so that no
+    reference cycle keeps them alive.
 
-    Between operations nothing in C++ refers to a parameter or a gradient, so that
-    ``torch.utils.swap_tensors`` works: each operation borrows the parameters that the groups list
-    at that time.
+    Between operations nothing in C++ refers to a parameter or a gradient, because
+    ``torch.utils.swap_tensors`` refuses tensors with further references. Each operation takes the
+    parameters that are in the groups at that time, and releases them at its end.
     """
 
     def __init__(self, optimizer: str, description: Any, failure: str = "") -> None:
@@ -70,7 +71,7 @@ class StepPlan:
         placed_params: list[PlacedParam],
         dtensors: list[tuple[int, Tensor, str]],
     ) -> None:
-        #: The ranks that have the other parts of these parameters; false if there are none.
+        #: The process groups of the other shards; false if no parameter is sharded.
         self.sharded_over = sharded_over
         self._placed_params = placed_params  # in the order of the compiled plan
         self._dtensors = dtensors  # index in the plan, parameter, name in errors
@@ -89,10 +90,10 @@ class StepPlan:
             operation: What errors name.
 
         Raises:
-            TypeError: If a parameter is no tensor.
+            TypeError: If a parameter is not a tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        self.forget()  # before the rest, which an interrupt may end
+        self.forget()  # first, because an interrupt may come
         sharded_over, placed_params, dtensors = ShardedOver(), [], []
         registered: list[tuple[int, int, Tensor, int | None, int]] = []
         for group_index, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""An average of the weights of an optimizer, which follows its steps on the device."""
+"""An average of an optimizer's weights, updated on the device after each step."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from amp_ext.sharding import is_dtensor, is_flattened, laid_out_as, local_tensor
 
 __all__ = ["WeightAverage"]
 
-_PREFIX = "module."  # of names in files of AveragedModel
+_PREFIX = "module."  # before each parameter name in files of AveragedModel
 
-_averages: weakref.WeakSet[WeightAverage] = weakref.WeakSet()  # all that there are
+_averages: weakref.WeakSet[WeightAverage] = weakref.WeakSet()  # all existing averages
 
 
 def _argument(name: str, meaning: str) -> property:
-    """Makes a property of an argument, which can't be set."""
+    """Returns a read-only property for an argument of the constructor."""
     return property(lambda average: average._arguments[name], doc=meaning)
 
 
 class WeightAverage:
     """Averages the float32 masters of an optimizer's parameters, in one launch after each step.
 
-    The average of a parameter is that of its float32 master, of its decoded split master, or of
-    itself where it has none; a float64 parameter is averaged in float32. Parameters without a
-    gradient are averaged, too. Only steps that have landed count: not those that an overflow
-    skipped, and not those in which no parameter had a gradient. The device alone knows that, and
-    the host does not wait for it, so that steps can be captured in CUDA graphs.
+    If a parameter has a float32 master, the master is averaged; a split master is joined first.
+    Other parameters are averaged themselves, float64 ones in float32. Parameters without a gradient
+    are averaged, too. Steps count unless they were skipped by an overflow or had no gradients at
+    all. The count stays on the device and the host does not wait for it, so that steps can be
+    captured in CUDA graphs.
 
-    It ticks by itself, in a hook after each step of the optimizer, as long as somebody holds it:
-    the optimizer does not. The first average is a copy of the weights; before it, the averages are
-    the weights at construction. A parameter that joins later begins with its weight after the next
-    step, taken or skipped. Where an average moves by less than half a unit in the last place, one
-    in bfloat16 would stand still: it is dithered, so that it is right in the mean.
+    A hook updates the average after each step of the optimizer. Keep a reference to the average,
+    because the optimizer does not: without one the average is deleted. The first average is a copy
+    of the weights; until then ``averages`` are the weights at construction. A parameter that is
+    added later starts with its weight after the next step, whether skipped or not. Averages in
+    bfloat16 are dithered, so that moves of less than half a unit in the last place are right on
+    average instead of being lost.
 
     ::
 
@@ -55,7 +56,7 @@ class WeightAverage:
         with average.swap():
             validate(model)
 
-    The arguments are properties, which can't be set.
+    The arguments are read-only properties.
 
     Reference:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; with
@@ -73,24 +74,26 @@ class WeightAverage:
         *,
         warmup: bool = False,
     ) -> None:
-        """Begins averages at the present weights.
+        """Starts averages with the present weights.
 
         Args:
-            optimizer: Of ``amp_ext.optim``. Several averages may follow one.
-            decay: What the average keeps of itself each time, from 0 to 1; or "equal": all weights
-                count the same, the n-th with 1 / n.
-            every: Takes an average at each such step, of those that have landed.
-            dtype: torch.float32, or torch.bfloat16 for 2 bytes a parameter.
-            model: Which has the parameters. Gives them their names, and the average the buffers and
-                the frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``;
-                and lets :meth:`swap` reach what ``fully_shard`` has gathered.
-            warmup: Lets the decay grow: it is min(decay, (1 + n) / (10 + n)) after n averages.
+            optimizer: An optimizer of ``amp_ext.optim``. It may have several averages.
+            decay: Weight of the old average in the new one, from 0 to 1. "equal" gives all weights
+                so far equal weight: the n-th has the weight 1 / n.
+            every: Takes an average once in this many steps, not counting skipped ones.
+            dtype: Dtype of the averages: torch.float32, or torch.bfloat16 for 2 bytes per
+                parameter.
+            model: The model with the parameters, or None. It provides their names, and the buffers
+                and frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``.
+                :meth:`swap` needs it to reach parameters that ``fully_shard`` has gathered.
+            warmup: Limits the decay to (1 + n) / (10 + n) after n averages, so that it grows.
 
         Raises:
-            TypeError: If the optimizer is none of ``amp_ext.optim``, or an argument of a wrong
+            TypeError: If the optimizer is not one of ``amp_ext.optim``, or an argument has a wrong
                 type.
             ValueError: If an argument is out of range, or the model lacks a parameter.
-            RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel takes.
+            RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel
+                supports.
         """
         _check_optimizer(optimizer)
         decay, every = plain(decay), plain(every)
@@ -129,7 +132,7 @@ class WeightAverage:
     warmup = _argument("warmup", "Whether the decay grows.")
 
     def __repr__(self) -> str:
-        """Returns the arguments, with the classes of optimizer and model."""
+        """Returns the arguments, with the class names of the optimizer and the model."""
         arguments = {
             name: type(value).__name__ if name in ("optimizer", "model") and value else repr(value)
             for name, value in self._arguments.items()
@@ -137,16 +140,17 @@ class WeightAverage:
         return f"WeightAverage({', '.join(f'{each}={arguments[each]}' for each in arguments)})"
 
     def _list(self) -> None:
-        """Lists the parameters that the optimizer has now, if they are others."""
+        """Registers the optimizer's present parameters, if they have changed."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
             _check_not_lazy(self.optimizer)
             self._ask("list_average")
 
     def _ask(self, operation: str) -> None:
-        """Lets the optimizer do something with the averages, of the parameters that it has now."""
+        """Makes the optimizer run an operation on the averages of its present parameters."""
         before = self._averages.listings
         self.optimizer.average_weights(operation, self._averages)
-        if self._averages.listings != before:  # held: by their addresses they are known
+        # Keeps the parameters alive, because the averages know them by their addresses.
+        if self._averages.listings != before:
             self._params = params_of(self.optimizer)
 
     def _check_model(self, operation: str, model: nn.Module) -> None:
@@ -160,20 +164,20 @@ class WeightAverage:
                 )
 
     def remove(self) -> None:
-        """Lets the average follow no further step."""
+        """Stops the updates of the average."""
         self._hook.remove()
         self._is_removed = True
 
     @property
     def averages(self) -> list[Tensor]:
-        """The averages in the order of the optimizer's parameters, which later steps write anew."""
+        """The averages in the order of the optimizer's parameters. Later steps overwrite them."""
         self._list()
         pairs = zip(self._params, self._averages.averages, strict=True)
         return [laid_out_as(param, average) for param, average in pairs]
 
     @property
     def n_averaged(self) -> Tensor:
-        """How many averages were taken, one int64 on the device, which later steps write anew."""
+        """Number of averages taken, one int64 on the device. Later steps overwrite it."""
         return self._counters()[1]
 
     def _counters(self) -> Tensor:
@@ -182,21 +186,21 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
-        """Puts the averages into the parameters, and at the end the parameters back.
+        """Puts the averages into the parameters for a ``with`` block; restores them at its end.
 
-        A context. Parameters and masters have their bits again after it, also after an exception,
-        and the next step leaves masters as they are. For autograd the parameters were written: no
-        graph from before a swap, or made in it, can be differentiated after it (``fully_shard``
-        does not see that, and computes wrong gradients). Inside it split
-        masters are what the parameters are. Takes a copy of the parameters meanwhile. What
-        ``fully_shard`` has gathered is gathered anew, where the average was made with ``model``.
+        Afterwards, also after an exception, parameters and masters have their old bits, and the
+        next step does not change the masters to match. Inside, a split master equals its parameter.
+        A copy of the parameters is kept meanwhile. For autograd the parameters were written in
+        place: graphs from before or inside can't be differentiated afterwards. (``fully_shard``
+        does not detect this and computes wrong gradients.) If the average has a ``model``,
+        ``fully_shard`` gathers its parameters again.
 
         Raises:
-            RuntimeError: If the averages of this optimizer are in its parameters already, or
-                FullyShardedDataParallel keeps these, whose modules compute with copies. Inside,
-                also for a step or a look of the optimizer, for its state dict and that of the
-                average, and for ``refresh_masters`` and ``restart``. At the end, if a parameter got
-                another dtype, shape or device inside: all others are back then.
+            RuntimeError: If averages of this optimizer are already in its parameters, or
+                FullyShardedDataParallel flattens these, because its modules compute with copies.
+                Inside, steps and scans of the optimizer, ``state_dict`` of the optimizer and the
+                average, ``refresh_masters`` and ``restart`` raise, too. At the end, if a parameter
+                has got another dtype, shape or device inside; all others are restored then.
         """
         self._averages.check_not_swapped("WeightAverage.swap")
         for index, param in enumerate(params_of(self.optimizer)):
@@ -217,26 +221,27 @@ class WeightAverage:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Copies the averages into another model, with all else that ours has.
+        """Copies the averages into another model, with all other parameters and the buffers.
 
-        Parameters that another average has are left out, so that the averages of several optimizers
-        of one model can be copied one after the other.
+        Parameters that belong to another average are not copied, so that the averages of several
+        optimizers of one model can be copied one after the other.
 
-        What a layer has measured of its inputs, as BatchNorm does, was measured of the weights in
-        training: ``torch.optim.swa_utils.update_bn(loader, model)`` measures it anew.
+        Statistics that layers such as BatchNorm have collected are those of the training weights;
+        ``torch.optim.swa_utils.update_bn(loader, model)`` recomputes them.
 
         Args:
-            model: Of the parameters and buffers of ``self.model``, in any dtypes; written. Names
-                are compared without what ``torch.compile`` and wrappers such as DDP add to them.
-                Where ours are sharded and its are not, all ranks have to call this together.
+            model: The model to write, with the same parameters and buffers as ``self.model``, in
+                any dtypes. Names are compared without the prefixes of ``torch.compile`` and of
+                wrappers such as DDP. If only our parameters are sharded, all ranks must call this
+                together.
 
         Raises:
-            TypeError: If it is no module.
-            ValueError: If it has others, by name or shape, or ``self.model`` lacks a parameter that
-                has joined the optimizer, or the ``state_dict()`` of a model has copies of
-                parameters that can't be told by name and shape, or its parameters are sharded and
-                ours are not. Nothing has been written then.
-            RuntimeError: If the average was made without ``model``.
+            TypeError: If ``model`` is not a module.
+            ValueError: If the names or shapes differ, ``self.model`` lacks a parameter of the
+                optimizer, the ``state_dict()`` of a model has copies of parameters that name and
+                shape do not identify, or only the parameters of ``model`` are sharded. Nothing has
+                been written then.
+            RuntimeError: If the average was constructed without ``model``.
         """
         operation = "WeightAverage.copy_to"
         if not isinstance(model, nn.Module):
@@ -276,19 +281,19 @@ class WeightAverage:
                 each.detach().copy_(average if is_whole else average.full_tensor())
 
     def averaged_state_dict(self) -> dict[str, Any]:
-        """Returns what ``torch.optim.swa_utils.AveragedModel(model).load_state_dict`` takes.
+        """Returns a state dict for ``torch.optim.swa_utils.AveragedModel(model)``.
 
-        Under ``fully_shard`` all ranks have to call it together, as :meth:`load_state_dict` of such
-        a file and ``model.state_dict()``: modules gather their parameters anew afterwards.
+        Contains "n_averaged"; the averages under "module.<name>"; and all other entries of the
+        model unchanged: buffers, extra states of any type, frozen parameters and parameters of
+        other optimizers. The tensors are not copied.
 
-        "n_averaged", and under "module.<name>" the averages, and all else that the model has as it
-        is: buffers, extra states of any type, frozen parameters, and those of other optimizers. Its
-        tensors are those in use.
+        Under ``fully_shard`` all ranks must call this together, as for :meth:`load_state_dict` of
+        such a file and ``model.state_dict()``: modules gather their parameters again afterwards.
 
         Raises:
-            RuntimeError: If the average was made without ``model``, or is swapped in.
-            ValueError: If the model lacks a parameter that has joined the optimizer, or its
-                ``state_dict()`` has copies of parameters that can't be told by name and shape.
+            RuntimeError: If the average was constructed without ``model``, or is swapped in.
+            ValueError: If the model lacks a parameter of the optimizer, or its ``state_dict()`` has
+                copies of parameters that name and shape do not identify.
         """
         operation = "WeightAverage.averaged_state_dict"
         self._averages.check_not_swapped(operation)
@@ -298,7 +303,7 @@ class WeightAverage:
         return {"n_averaged": self.n_averaged, **named}
 
     def _named(self, operation: str) -> _Contents:
-        """Returns what the model has by its names, with all parameters of the optimizer in it."""
+        """Returns the contents of the model; raises if it lacks a parameter of the optimizer."""
         if self.model is None:
             raise RuntimeError(
                 f"{operation}: model must be given to WeightAverage for the names, got None"
@@ -317,15 +322,16 @@ class WeightAverage:
         return contents
 
     def _averaged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns averages in place of our parameters."""
+        """Returns the tensors with each of the optimizer's parameters replaced by its average."""
         averages = dict(zip(map(id, self._params), self.averages, strict=True))
         return {name: averages.get(id(each), each.detach()) for name, each in tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns averages and counts, without the options; its tensors are those in use.
+        """Returns averages and counts, without the arguments. The tensors are not copied.
 
-        "averages" in the order of the optimizer's parameters, "steps" that have landed, and
-        "n_averaged". Where parameters have joined since the last step, their indices: "joined".
+        The entries are "averages" in the order of the optimizer's parameters, "steps" (not counting
+        skipped ones) and "n_averaged". If parameters were added since the last step, "joined" is
+        the list of their indices.
 
         Raises:
             RuntimeError: If the averages are swapped in.
@@ -338,22 +344,22 @@ class WeightAverage:
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over averages and counts, which are copied; the options stay as they are.
+        """Loads averages and counts, which are copied. The arguments stay as constructed.
 
         Args:
-            state_dict: From ``state_dict()``; or, with ``model``, one of torch's ``AveragedModel``,
-                of which buffers and frozen parameters are left out. Names are compared without what
-                ``torch.compile`` and wrappers such as DDP add to them.
+            state_dict: A dict from ``state_dict()``; or, if ``model`` was given, one of torch's
+                ``AveragedModel``, whose buffers and frozen parameters are ignored. Names are
+                compared without the prefixes of ``torch.compile`` and of wrappers such as DDP.
 
         Raises:
             KeyError: If an entry is missing.
-            TypeError: If it is no dict, the averages are no list of floating-point tensors, or a
-                count or an index is no whole number.
-            ValueError: If averages have other shapes or are sharded otherwise than the parameters,
-                more averages were taken than steps landed, or the model lacks a parameter. Nothing
-                has been changed after any error.
-            RuntimeError: If the averages are swapped in, or a file of ``AveragedModel`` comes to an
-                average without ``model``.
+            TypeError: If ``state_dict`` is not a dict, the averages are not a list of
+                floating-point tensors, or a count or an index is not an integer.
+            ValueError: If averages have other shapes or placements than the parameters, there are
+                more averages than steps, or the model lacks a parameter. After any error nothing
+                has changed.
+            RuntimeError: If the averages are swapped in, or the file is one of ``AveragedModel``
+                and the average has no ``model``.
         """
         operation = "WeightAverage.load_state_dict"
         check_is_dict(operation, state_dict)
@@ -391,10 +397,10 @@ class WeightAverage:
         self._averages.load(operation, local, steps, n_averaged, joined)
 
     def restart(self) -> None:
-        """Begins anew: the averages are the present weights, and the next one is a copy.
+        """Restarts the averages with the present weights; the next average is a copy again.
 
-        Also where parameters have got another dtype, shape or device: each step is taken then, and
-        its hook raises an error.
+        Call this also after parameters have changed their dtype, shape or device. Until then each
+        step is taken, but the hook after it raises an error.
 
         Raises:
             RuntimeError: If averages of this optimizer are in its parameters.
@@ -402,7 +408,7 @@ class WeightAverage:
         self._ask("restart_average")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a pickle or a copy has, whose optimizer is a copy, too."""
+        """Returns the state for a pickle or a copy, whose optimizer is a copy, too."""
         return {
             "arguments": self._arguments,
             "state": self.state_dict(),
@@ -410,8 +416,9 @@ class WeightAverage:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lets a copy follow its optimizer."""
-        # A model that holds its average is not whole yet: what it has is asked for when it is used.
+        """Restores an average and registers it with its optimizer."""
+        # The model is checked at its first use, not here: if it holds this average, it may be
+        # unpickled only in part.
         self.__init__(**{**state["arguments"], "model": None})  # type: ignore[misc]
         self._arguments = state["arguments"]
         self.load_state_dict(state["state"])
@@ -420,10 +427,10 @@ class WeightAverage:
 
 
 def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
-    """Returns what an optimizer calls after a step, which does not hold the average.
+    """Returns a hook for an optimizer's steps that does not keep the average alive.
 
-    Once the average is gone it does nothing. It is not removed then: the collector may let an
-    average go amid the hooks of a step, whose dict must not change.
+    The hook does nothing once the average is deleted. It stays registered then, because the garbage
+    collector may delete an average while hooks run, and their dict must not change meanwhile.
     """
     captured: list[WeightAverage] = []
 
@@ -433,23 +440,24 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
             return
         held._ask("take_average")
         if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
-            captured[:] = [held]  # the graph writes its averages for as long as it is replayed
+            captured[:] = [held]  # replays of the graph write its averages
 
     return after_step
 
 
 class _Contents(NamedTuple):
-    """What a model has, by the names of its state dict."""
+    """The contents of a model, keyed by the names of its state dict."""
 
     tensors: dict[str, Tensor]
     copies: set[str]  # names of tensors that are neither a parameter nor a buffer
-    extra_states: dict[str, Any]  # what ``get_extra_state`` gave that is no tensor
+    extra_states: dict[str, Any]  # results of get_extra_state() that are no tensors
 
 
 def _contents_of(model: nn.Module) -> _Contents:
-    """Returns what a model has by the names of its state dict.
+    """Returns the contents of a model, keyed by the names of its state dict.
 
-    A copy that a hook has put there gives way to the parameter or buffer of its name and shape.
+    If a hook has put a copy into the state dict, the parameter or buffer of its name and shape is
+    used instead.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     own: dict[str, Tensor] = {
@@ -475,7 +483,7 @@ def _contents_of(model: nn.Module) -> _Contents:
 def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
     """Returns the keys of parameters in a file of ``AveragedModel``.
 
-    They are compared without what wrappers add to names, where a file lacks one of them as it is.
+    If the file lacks one of the names, all are compared without the prefixes that wrappers add.
     """
     keys = [_PREFIX + name for name in names]
     if all(key in state_dict for key in keys):
@@ -491,7 +499,7 @@ def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]
 
 
 def _reshard(model: nn.Module | None) -> None:
-    """Lets modules of ``fully_shard`` gather their parameters anew before they are used again."""
+    """Makes modules of ``fully_shard`` gather their parameters again before the next use."""
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in () if model is None else model.modules():
         if isinstance(module, sharded):

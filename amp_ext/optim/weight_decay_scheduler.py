@@ -1,4 +1,4 @@
-"""Schedules of the weight decay, used as torch's schedules of the learning rate are."""
+"""Schedules of the weight decay, used like torch's schedules of the learning rate."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ __all__ = [
 
 
 class WeightDecayScheduler(ABC):
-    """Writes ``group["weight_decay"]`` of an optimizer as a function of the number of steps.
+    """Sets ``group["weight_decay"]`` of an optimizer as a function of the number of steps.
 
-    Works on every optimizer whose groups have a weight decay, amp_ext's and torch's, coupled and
-    decoupled. A subclass gives :meth:`weight_decay_at`; values never depend on the ones before, so
-    a resumed run has the bits of one that was not interrupted. It leaves the rest of a group alone:
-    schedulers of the learning rate may stand beside it, made and stepped in any order.
+    Works with every optimizer whose groups have a weight decay, from amp_ext or torch, coupled or
+    decoupled. A subclass defines :meth:`weight_decay_at`. Each value depends only on the number of
+    the step, not on previous values, so a resumed run has the same bits as an uninterrupted one.
+    Other entries of a group do not change: schedulers of the learning rate can be used as well,
+    constructed and stepped in any order.
 
-    The value that a group starts from is kept in it as ``initial_weight_decay``. A group that is
-    added later joins at the next step, with its own weight decay as the value to start from. A
-    group that is taken out is forgotten at the next step.
+    Each group stores its initial value as ``initial_weight_decay``. A group that is added later
+    joins at the next step, with its own weight decay as the initial value. A group that is removed
+    is forgotten at the next step.
 
-    Under a replayed CUDA graph the weight decay stays what it was when the graph was captured.
+    Replays of a CUDA graph use the weight decay from the time of the capture.
 
     Args:
-        optimizer: Whose groups to write. The values of the first step are written at once.
+        optimizer: The optimizer whose groups are set, the first time by this constructor.
 
     Raises:
-        TypeError: If ``optimizer`` is not one.
+        TypeError: If ``optimizer`` is not an optimizer.
         ValueError: If a group has no weight decay.
 
     Example:
@@ -69,21 +70,21 @@ class WeightDecayScheduler(ABC):
         """Returns the weight decay of a group, at least 0.
 
         Args:
-            epoch: How many calls of :meth:`step` came before; 0 for the first values.
-            initial: The value that the group starts from.
-            group_index: Which group it is.
+            epoch: Number of previous calls of :meth:`step`; 0 for the first values.
+            initial: Initial weight decay of the group.
+            group_index: Index of the group.
         """
 
     def step(self) -> None:
-        """Writes the next weight decay into every group; to be called after ``optimizer.step()``.
+        """Sets the next weight decay in every group. Call it after ``optimizer.step()``.
 
         Raises:
             ValueError: If a value is negative or not finite, or a group has no weight decay.
-                Nothing has been changed then.
+                Nothing has changed then.
         """
         known = self.base_weight_decays
         if len(known) > len(self.optimizer.param_groups):
-            known = []  # Groups were taken out. The value of each other group is written in it.
+            known = []  # Groups were removed. The others store their initial values.
         bases = self._bases(known)
         epoch = self.last_epoch + 1
         values = [float(self.weight_decay_at(epoch, base, i)) for i, base in enumerate(bases)]
@@ -97,11 +98,11 @@ class WeightDecayScheduler(ABC):
         self._write(bases, values)
 
     def get_last_weight_decay(self) -> list[float]:
-        """Returns the values that were written last, one for each group."""
+        """Returns the weight decays that were set last, one for each group."""
         return self._last_weight_decay[: len(self.optimizer.param_groups)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of everything but the optimizer, for ``torch.save``."""
+        """Returns a copy of all attributes except the optimizer, for ``torch.save``."""
         saved = {
             name: value for name, value in self.__dict__.items() if name not in self._not_saved
         }
@@ -109,20 +110,19 @@ class WeightDecayScheduler(ABC):
         return copied
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state and writes its values into the groups, before or after the optimizer's.
+        """Loads a state and sets its values in the groups, before or after the optimizer loads.
 
-        The optimizer may have other groups than it had: those that the state does not know start
-        from their own weight decay, and those that come back before the next step go on from
-        theirs.
+        The optimizer may have other groups than when the state was saved. Groups that the state
+        does not know start from their own weight decay. Groups that are added back before the next
+        step continue from their saved values.
 
         Args:
-            state_dict: From ``state_dict()`` of the same class.
+            state_dict: A dict from ``state_dict()`` of the same class.
 
         Raises:
-            TypeError: If it is no dict.
+            TypeError: If ``state_dict`` is not a dict.
             KeyError: If an entry is missing, as in the state of another class.
-            ValueError: If an entry is not what it must be. Nothing has been changed after any of
-                these.
+            ValueError: If an entry is invalid. After any error nothing has changed.
         """
         operation = f"{type(self).__name__}.load_state_dict"
         check_is_dict(operation, state_dict)
@@ -151,10 +151,10 @@ class WeightDecayScheduler(ABC):
         return self.__dict__.keys() - self._not_saved <= state.keys()
 
     def _bases(self, known: list[float]) -> list[float]:
-        """Returns the value that each group starts from; new groups bring their own.
+        """Returns the initial value of each group; new groups bring their own.
 
         Args:
-            known: The values of the first groups.
+            known: Initial values of the first groups.
         """
         groups = self.optimizer.param_groups
         joining = []
@@ -170,7 +170,7 @@ class WeightDecayScheduler(ABC):
 
     def _write(self, bases: list[float], values: list[float]) -> None:
         for group, base, value in zip(self.optimizer.param_groups, bases, values, strict=False):
-            # Loading a file of an optimizer that had no scheduler takes it out of the group.
+            # Set again, because a load from a file without a scheduler removes this entry.
             group["initial_weight_decay"] = base
             group["weight_decay"] = value
         self.base_weight_decays = bases
@@ -181,15 +181,16 @@ class LambdaWeightDecay(WeightDecayScheduler):
     """Multiplies the initial weight decay by a function of the epoch, as ``LambdaLR`` does.
 
     Args:
-        optimizer: Whose groups to write.
-        weight_decay_lambda: Takes the epoch, an int from 0, and returns the factor; one callable
-            for all groups, those added later included, or a list of one for each group.
+        optimizer: The optimizer whose groups are set.
+        weight_decay_lambda: A function of the epoch, an int from 0, that returns the factor. One
+            function applies to all groups, including groups added later; a list has one for each
+            group.
 
     Raises:
-        ValueError: If there is not one function for each group.
+        ValueError: If a list does not have one function for each group.
 
     Note:
-        A state dict does not hold the functions. Give the same ones again when resuming.
+        A state dict does not contain the functions. Pass the same ones again when you resume.
     """
 
     _not_saved = frozenset({"optimizer", "weight_decay_lambdas"})
@@ -222,9 +223,9 @@ class StepWeightDecay(WeightDecayScheduler):
     """Multiplies the weight decay by ``gamma`` every ``step_size`` steps, as ``StepLR`` does.
 
     Args:
-        optimizer: Whose groups to write.
-        step_size: Steps between two changes.
-        gamma: The factor of a change.
+        optimizer: The optimizer whose groups are set.
+        step_size: Number of steps between two changes.
+        gamma: Factor of each change.
     """
 
     def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
@@ -238,15 +239,15 @@ class StepWeightDecay(WeightDecayScheduler):
 
 
 class CosineAnnealingWeightDecay(WeightDecayScheduler):
-    """Leads the weight decay from its initial to a final value along half a cosine.
+    """Moves the weight decay from its initial to a final value along half a cosine.
 
-    The final value may be the larger one. A group whose initial weight decay is 0, as biases and
-    norms often have, stays at 0. After ``T_max`` steps the way goes back, as ``CosineAnnealingLR``
-    does.
+    The final value may be larger than the initial one. A group whose initial weight decay is 0, as
+    is common for biases and norms, stays at 0. After ``T_max`` steps the value moves back, as with
+    ``CosineAnnealingLR``.
 
     Args:
-        optimizer: Whose groups to write.
-        T_max: Steps from the initial to the final value.
+        optimizer: The optimizer whose groups are set.
+        T_max: Number of steps from the initial to the final value.
         final_weight_decay: The value after ``T_max`` steps.
 
     Reference:
@@ -265,7 +266,7 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
         super().__init__(optimizer)
 
     def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
-        """Returns the mean of both values, the initial one with the share that is left of it."""
+        """Returns the average of the initial and the final value, weighted by the cosine."""
         if initial == 0.0:
             return 0.0
         left = (1.0 + math.cos(math.pi * epoch / self.T_max)) / 2.0
