@@ -41,9 +41,9 @@ def clip_grad_norm_(
             a tensor but not float64, all gradients are multiplied in float32.
 
     Returns:
-        The norm before clipping, on the device of the first gradient: one float32, or one float64
-            if a gradient is float64. In that case float64 gradients are multiplied in float64, and
-            on a GPU they are written even if the factor is 1.
+        The norm before clipping, one float32 on the device of the first gradient; one float64 if a
+        gradient is float64. In that case float64 gradients are multiplied in float64, and on a GPU
+        they are written even if the factor is 1.
 
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or the kernel

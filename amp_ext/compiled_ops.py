@@ -87,7 +87,7 @@ def operation(
         by_name = named_arguments(function)
 
         def refusal(count: int, names: tuple[str, ...]) -> str:
-            """Returns why Python refuses a call with so many arguments and these names, or ""."""
+            """Returns Python's error for so many positional arguments and these names, or ""."""
             try:
                 by_name(*range(count), **dict.fromkeys(names))
             except TypeError as error:

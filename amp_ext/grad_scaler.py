@@ -29,7 +29,7 @@ from amp_ext.scaler_ranges import checked
 from amp_ext.scaler_settings import DEVICE_TYPES, ScalerSettings
 from amp_ext.sharding import all_reduce_flags, check_guard, local_grads
 
-_TORCH_GRAD_SCALER = torch.amp.GradScaler  # patch_torch() may replace its constructor later
+_TORCH_GRAD_SCALER = torch.amp.GradScaler  # other code may rebind torch.amp.GradScaler later
 
 
 class GradScaler(ScalerSettings):
@@ -246,9 +246,9 @@ class GradScaler(ScalerSettings):
             AssertionError: If no loss was scaled, or the optimizer had no gradient to scan.
             RuntimeError: If since the last update the optimizer has stepped, or a call was
                 interrupted; if ``closure`` is given; if a gradient is complex; or if a gradient may
-                not be scaled as the optimizer expects: it appeared after ``unscale_``, or was
-                written or replaced after a later :meth:`scale`, or was unscaled with another
-                optimizer.
+                carry another scale than the optimizer expects, because it appeared after
+                ``unscale_``, was written or replaced after a later :meth:`scale`, or was unscaled
+                with another optimizer.
             TypeError: If ``optimizer`` is not an optimizer, or is a wrapper that hides the
                 optimizer that needs the scale.
         """
@@ -265,7 +265,7 @@ class GradScaler(ScalerSettings):
         if state["stage"] is OptState.UNSCALED:
             self._check_unscaled(optimizer, state)
         if state["stage"] is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)  # raises
+            return super().step(optimizer, *args, **kwargs)  # raises: it has stepped already
         if not keeps_scale:
             if state["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -397,11 +397,9 @@ class GradScaler(ScalerSettings):
         if scale.device.type in DEVICE_TYPES:
             messages = self._update_from_scans(new_scale)
         if messages is None:
-            super().update(
-                new_scale
-                # torch updates a scale on a device without our kernels, and raises if nothing was
-                # scanned.
-            )
+            # torch updates scales on devices without our kernels, and raises if nothing was
+            # scanned.
+            super().update(new_scale)
         else:
             self._report(*messages)
         if self._reduces_over() is not None:

@@ -34,8 +34,8 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
   ``max_grad_norm``.
 * ``max_grad_norm``: Largest norm of all unscaled gradients together.
 * ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients as given.
-  Without it, ``max_grad_norm`` costs a scan of all gradients. Omit it with ``skip_nonfinite``,
-  because that scan counts only finite elements.
+  Without it, ``max_grad_norm`` costs a scan of all gradients. Omit it with ``skip_nonfinite``, so
+  that this scan sums the finite elements only.
 * ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is
   given.
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
@@ -43,9 +43,9 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
   the norm.
 * ``dither``: Rounds up and down in turn where rounding to nearest would lose small changes: a value
   30 % of the way between two storable ones is rounded up in 30 % of the steps. Applies to values
-  stored in 16 or 8 bits: parameters without a master, second moments, small and large ratios of
-  first moments to them, momenta in 8 bits, and first moments whose decay is 0.99 or more. Requires
-  ``steps`` or ``timestep``, because the rounding depends on the number of the step.
+  stored in 16 or 8 bits: parameters without a master or with an 8-bit residual, second moments,
+  small and large ratios of first moments to them, momenta in 8 bits, and first moments whose decay
+  is 0.99 or more. Requires ``steps`` or ``timestep``, as rounding depends on the step's number.
 * ``global_offsets``: For parameters that are shards, the index of each shard's first element in the
   full tensor, so that a shard is dithered as it would be in the full tensor. None if all parameters
   are full tensors.

@@ -63,8 +63,8 @@ class ScalerSettings(ScalerReports):
             backoff_factor: Factor by which the scale falls after an overflow; below 1.
             growth_interval: Number of clean iterations until the scale grows.
             enabled: If false, every method passes its input through.
-            min_scale: Smallest value to which the scale can fall, or None. With this limit the
-                scale may not fall after an overflow, so a falling scale no longer indicates a skip.
+            min_scale: Smallest value to which the scale can fall, or None. At this limit the
+                scale no longer falls after an overflow, so don't infer skipped steps from it.
             max_scale: Largest value to which the scale can grow, or None.
             dynamic: If false, the scale stays at ``init_scale``. Steps are still skipped after
                 overflows.
@@ -81,7 +81,7 @@ class ScalerSettings(ScalerReports):
             ValueError: If another number is out of range, ``init_scale`` is not within the limits,
                 torch does not know the device, or limits are given for a device other than "cuda"
                 and "cpu".
-            TypeError: If a number is not a number, a flag is a string, ``device`` is not a device,
+            TypeError: If a numeric option is no number, a flag is a string, ``device`` is no device,
                 or ``process_group`` is neither None nor a group that contains this process.
         """
         check_process_group(process_group)

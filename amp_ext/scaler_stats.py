@@ -30,7 +30,7 @@ class ScalerStats:
         updates: Number of updates.
         steps: Number of updates in whose iteration every optimizer stepped.
         skips: Number of updates in whose iteration the step of an optimizer was skipped.
-        consecutive_skips: Number of skips in a row at the end; 0 if the last update was none.
+        consecutive_skips: Number of skips in a row up to the last update; 0 if that had none.
         scale: Loss scale. A scale set by ``update(new_scale)`` shows after the next update.
         smallest_scale: Smallest scale so far.
         largest_scale: Largest scale so far.

@@ -95,11 +95,10 @@ class NormGuard:
         variance = (1 - weight) * (variance + weight * difference**2)
         deviation = max(sqrt(variance), 0.01 * mean)
 
-    Outliers and norms that are inf or NaN do not enter the statistics. A step without a norm does
-    not either: no parameter has a gradient, or a scaler found an overflow. The ``patience``-th
-    outlier in a row counts as a new level: its step is taken, and the statistics restart with its
-    norm as the mean and the old standard deviation scaled in proportion. They are used at once,
-    without a warmup.
+    Outliers and norms that are inf or NaN do not enter the statistics. A step has no norm if no
+    parameter has a gradient or a scaler found an overflow. The ``patience``-th outlier in a row
+    counts as a new level: its step is taken, and the statistics restart with its norm as the mean
+    and the old standard deviation scaled in proportion. They are used at once, without a warmup.
 
     There is one decision for each step, before anything is written, for all devices and dtypes. The
     norm enters the statistics once, after the step.
@@ -112,8 +111,8 @@ class NormGuard:
 
     Args:
         sigma_factor: Number of deviations that a norm may be above the mean; above 0.
-        window: Number of norms over which the statistics average; the newest norm has the same
-            weight as in a plain average of about so many norms. 1 or more.
+        window: Span of the exponential averages: the newest norm has the weight 2 / (window + 1),
+            similar to an average of the last ``window`` norms. 1 or more.
         warmup_steps: Number of norms that must enter the statistics before these are used; 1 or
             more.
         max_norm: A norm above this value is an outlier from the first step on, whatever the

@@ -38,7 +38,7 @@ class WeightAverage:
     If a parameter has a float32 master, the master is averaged; a split master is joined first.
     Other parameters are averaged themselves, float64 ones in float32. Parameters without a gradient
     are averaged, too. Steps count unless they were skipped by an overflow or had no gradients at
-    all. The count stays on the device and the host does not wait for it, so that steps can be
+    all. This count stays on the device and the host does not wait, so that steps can be
     captured in CUDA graphs.
 
     A hook updates the average after each step of the optimizer. Keep a reference to the average,
@@ -191,9 +191,9 @@ class WeightAverage:
         Afterwards, also after an exception, parameters and masters have their old bits, and the
         next step does not change the masters to match. Inside, a split master equals its parameter.
         A copy of the parameters is kept meanwhile. For autograd the parameters were written in
-        place: graphs from before or inside can't be differentiated afterwards. (``fully_shard``
-        does not detect this and computes wrong gradients.) If the average has a ``model``,
-        ``fully_shard`` gathers its parameters again.
+        place: graphs made before or inside the block can't be differentiated after it.
+        (``fully_shard`` does not detect this and computes wrong gradients.) If the average has a
+        ``model``, ``fully_shard`` gathers its parameters again.
 
         Raises:
             RuntimeError: If averages of this optimizer are already in its parameters, or
