@@ -29,7 +29,7 @@ from amp_ext.scaler_ranges import checked
 from amp_ext.scaler_settings import DEVICE_TYPES, ScalerSettings
 from amp_ext.sharding import all_reduce_flags, check_guard, local_grads
 
-_TORCH_GRAD_SCALER = torch.amp.GradScaler  # other code may rebind torch.amp.GradScaler later
+_TORCH_GRAD_SCALER = torch.amp.GradScaler  # torch.amp.GradScaler may be rebound later
 
 
 class GradScaler(ScalerSettings):

@@ -81,7 +81,7 @@ class ScalerSettings(ScalerReports):
             ValueError: If another number is out of range, ``init_scale`` is not within the limits,
                 torch does not know the device, or limits are given for a device other than "cuda"
                 and "cpu".
-            TypeError: If a numeric option is no number, a flag is a string, ``device`` is no device,
+            TypeError: If a numeric option is no number, a flag is a string, ``device`` no device,
                 or ``process_group`` is neither None nor a group that contains this process.
         """
         check_process_group(process_group)
