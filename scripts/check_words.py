@@ -37,6 +37,14 @@ class Text(NamedTuple):
     is_docstring: bool
     text: str
 
+    def code(self) -> str:
+        """Returns the line of code that the text belongs to, without a comment."""
+        file, line = self.place.split(":")
+        lines = Path(file).read_text().splitlines()[int(line) - 1 :]
+        marks = ("#", "//") if not self.is_docstring else ('"""',)
+        code = next((each for each in lines if not each.strip().startswith(marks)), "")
+        return re.split(r"  ?(?:#|//+) ", code)[0].strip()
+
 
 def python_comments(path: Path) -> Lines:
     """Yields line number, code before the comment, and text of each comment."""
@@ -91,7 +99,7 @@ def print_sample(texts: list[Text], seed: int) -> None:
     chosen = draw.sample([text for text in texts if not text.is_docstring], 10)
     chosen += draw.sample([text for text in texts if text.is_docstring], 5)
     for text in chosen:
-        print(f"--- {text.place}\n{text.text}")
+        print(f"--- {text.place}\n{text.code()}\n    {text.text}")
     rows = re.findall(r"^\| `(.+?)` \|", Path("docs/errors.md").read_text(), re.MULTILINE)
     print("--- errors", *draw.sample(rows, 5), sep="\n")
     print("--- page", draw.choice(sorted(Path("docs").glob("*.md"))), sep="\n")
