@@ -26,9 +26,6 @@ OPENING = re.compile(
 )
 CXX_COMMENT = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'])*?)//+(.*)""")
 FILES = ["*.py", "*.cpp", "*.h", "*.cu", "*.cuh", ":!tests", ":!docs"]
-# These files are about to be written anew, and their comments with them.
-FILES += [f":!csrc/optimizer/{name}" for name in ("plan.*", "grad_scan.cpp", "step_reports.cpp")]
-FILES += [":!csrc/python/plan.cpp", ":!csrc/libtorch/step.cpp"]
 Lines = Iterator[tuple[int, str, str]]
 
 

@@ -1,4 +1,4 @@
-// A step of all groups and a look at their gradients, by a plan of what they are now.
+// Operations of C++ optimizers on their plan: steps, scans, inspections and weight averages.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
@@ -14,14 +14,15 @@ namespace amp_ext::optim {
 
 void FusedOptimizer::rebuild() { checked("rebuild").plan->forget(); }
 
-// A use of the plan, which has the parameters of the groups as they are.
+// An operation of the plan. The constructor passes the present parameters to the plan, and
+// registers them again if they, the options or the number of states have changed.
 struct FusedOptimizer::Operation {
   FusedOptimizer& optimizer;
   Plan& plan;
   Plan::Lock use;
   ClippingOptions shared;
   GroupTable table;
-  std::vector<StateSpec> specs;  // by group
+  std::vector<StateSpec> specs;  // [groups]
 
   Operation(FusedOptimizer& of_optimizer, const char* operation)
       : optimizer(of_optimizer), plan(*optimizer.checked(operation).plan), use(plan, operation) {
@@ -37,7 +38,7 @@ struct FusedOptimizer::Operation {
     take_params();
   }
 
-  // Hands over the parameters if they are those that the plan has listed.
+  // Passes all parameters to the plan. Returns false if they must be registered again.
   bool take_params() {
     if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.is_for(specs))
       return false;
@@ -63,7 +64,7 @@ struct FusedOptimizer::Operation {
     return options;
   }
 
-  // Masters of parameters of whose states the plan does not know.
+  // Returns the existing masters of parameters whose states the plan does not have yet.
   Plan::MastersByParam masters() const {
     Plan::MastersByParam masters;
     for (const int64_t index : plan.params_without_state()) {
@@ -91,14 +92,14 @@ struct FusedOptimizer::Operation {
   }
 };
 
-// The states of the optimizer, for a step of its plan.
+// Creates missing states for a step, and stores them in the optimizer.
 class FusedOptimizer::Store : public StateStore {
  public:
   Store(FusedOptimizer& optimizer, const std::vector<StateSpec>& specs)
       : optimizer_(optimizer), specs_(specs) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    params_.clear();  // a trial of a step makes states one after the other
+    params_.clear();  // a trial step calls make() once for each parameter
     for (const int64_t number : indices) {
       const auto [group, index] = optimizer_.impl_->plan->place_of(number);
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
@@ -142,7 +143,7 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   const std::shared_ptr<NormGuard>& guard = checked("step").norm_guard;
-  // By the steps before: a handler of warnings may throw.
+  // The warning is about earlier steps. It comes before this step, because a handler may throw.
   if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);

@@ -1,4 +1,4 @@
-// What a look at all gradients does, and which looks belong to a step.
+// Scans all gradients of a plan, and decides which scans a step uses.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -16,7 +16,7 @@ std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
                                        const optim::ClippingOptions& options) {
   const at::NoGradGuard no_grad;
-  scans_.clear();  // if this look fails, no step may use the one before
+  scans_.clear();  // if this scan fails, no step may use an earlier one
   scans_ = scan_grads(found_inf, grad_scale, options);
   std::vector<GradScanResult> results;
   for (GradScan& scan : scans_) {
@@ -57,7 +57,7 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
     GradScan& scan = scan_of(scans, slot, found_inf, options);
     slot.see_grad();
     const bool is_dense = slot.grad().is_non_overlapping_and_dense();
-    // The copy is kept alive.
+    // The slot keeps the dense copy alive until the scan has been launched.
     if (!is_dense) slot.contiguous_copies.push_back({slot.grad(), slot.grad().contiguous(), false});
     const at::Tensor& dense = is_dense ? slot.grad() : slot.contiguous_copies.back().dense;
     scan.all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()),
@@ -67,7 +67,7 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
     const GradScanResult& result = scan.result;
     const at::Device device = result.found_inf.device();
     const at::Tensor scale = grad_scale.has_value() ? scalar_on(device, *grad_scale) : at::Tensor();
-    // Only a scaler's look is followed by the update that reports and resets it.
+    // Only scans for a scaler have a found_inf. Its update reads and resets first_nonfinite.
     int64_t* const first_nonfinite =
         found_inf.has_value() ? first_nonfinite_on(device).mutable_data_ptr<int64_t>() : nullptr;
     const GradScanLaunch launch{scan.all_args.data(),   static_cast<int64_t>(scan.all_args.size()),
@@ -121,7 +121,8 @@ bool Plan::gradients_were_written() const {
   });
 }
 
-// The looks that a step goes by: those of `look` if the gradients are unchanged, else new ones.
+// Returns the scans that a step uses: new ones if needs_scan(), otherwise the results of scan(),
+// unless a gradient has changed since. Sets `is_new` to whether the scans are new.
 std::vector<Plan::GradScan> Plan::scans_for_step(const GradientOptions& options,
                                                  bool has_squares_of_params, bool& is_new) {
   const bool is_out_of_date = !scans_.empty() && !gradients_are_as_seen();
@@ -133,14 +134,14 @@ std::vector<Plan::GradScan> Plan::scans_for_step(const GradientOptions& options,
   return scan_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite});
 }
 
-// Whether a step takes a look of its own, by what it asks for and what is known from the last look
-// ("stale": a gradient changed since):
+// Returns true if a step must scan the gradients itself. Columns: what the step needs; a norm is
+// "given" if the caller passed its sum of squares. Rows: what the last scan() left.
 //
-//                   nothing   found_inf   a norm whose sum is given   a norm, or one of each
-//   no look         no        no          no                          yes
-//   without a sum   no        no          no                          yes
-//   with a sum      no        no          no                          no
-//   stale           no        yes         yes                         yes
+//   last scan()               nothing   found_inf   norm, given   norm, not given
+//   none                      no        no          no            yes
+//   without sums of squares   no        no          no            yes
+//   with sums of squares      no        no          no            no
+//   a gradient changed since  no        yes         yes           yes
 bool Plan::needs_scan(const GradientOptions& options, bool has_squares_of_params,
                       bool is_out_of_date) const {
   const bool asks_norm = wants_norm(options.max_grad_norm);

@@ -1,4 +1,4 @@
-// The tensors of one optimizer: checks them, keeps masters fresh, and launches the step.
+// Checks the tensors of one optimizer, replaces out-of-date masters, and launches steps.
 #include "optimizer/plan.h"
 
 #include <ATen/TensorOperators.h>
@@ -51,7 +51,7 @@ Plan::Lock::Lock(Plan& plan, const char* operation) : plan_(plan) {
 }
 
 Plan::Lock::~Lock() {
-  // Of a step that was refused, no other may take the look for its own.
+  // After an error, no later step may use the scan that was made for this one.
   if (std::uncaught_exceptions() > exceptions_) plan_.scans_.clear();
   plan_.let_go();
   if (plan_.must_forget_) plan_.drop_slots();
@@ -231,7 +231,7 @@ std::string Plan::note_of_failure() const {
   return c10::str(failure_, "; ", kHowToGoOn, ": until then it refuses to step");
 }
 
-// First all that may fail: checks, and memory for every batch. Then copies and launches alone.
+// Makes all checks and allocations before the first launch, because a launch can't be undone.
 void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
                 const at::Tensor& squares_of_params) {
   const at::NoGradGuard no_grad;
@@ -262,8 +262,8 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
   const bool is_written = std::any_of(
       all.begin(), all.end(), [](const Batch& batch) { return batch.inputs.grad_norm != nullptr; });
-  // Of a GPU the last launch lets the guard count the norm; else that is done apart, also after a
-  // step without gradients.
+  // The last launch on the guard's GPU lets the guard count the norm. Without such a launch, and on
+  // the CPU, end_guarded_step() below does it, also for a step without gradients.
   const Batch* last = nullptr;
   std::optional<DeviceInputs> guarded;
   if (is_guarded() && counts_norms_) {
@@ -305,8 +305,8 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
 }
 
-// All that can be refused, before anything is written.
-// What the store has made is kept if the step is one to take, and forgotten here if it is not.
+// Initializes missing states and makes every check that can refuse a step, before anything is
+// written. The store keeps the new states only if all checks pass; otherwise the slots drop them.
 void Plan::check_with_states(const GroupTable& table, const GradientOptions& options,
                              StateStore& store) {
   check_groups(table, options.max_grad_norm);
@@ -336,7 +336,7 @@ void Plan::check_inputs(const GradientOptions& options) const {
 
 void Plan::check_step(const GroupTable& table, const GradientOptions& options) {
   check_inputs(options);
-  // After unscale_ a scaler gives no scale, but what it has found.
+  // After unscale_(), a scaler passes no grad_scale, but it always passes found_inf.
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (i + kTensorsAhead < slots_.size()) slots_[i + kTensorsAhead].prefetch_tensors();
@@ -374,7 +374,7 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
   if (options.found_inf.has_value()) {
     inputs.found_inf = scalar_on(device, *options.found_inf);
     for (const GradScan& scan : scans) {
-      // What the last look found is in the option.
+      // The result of an earlier scan() is already included in options.found_inf.
       if (!freshly_scanned) continue;
       inputs.found_inf = inputs.found_inf.add(to_device(scan.result.found_inf, device));
     }
@@ -400,7 +400,7 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
   return inputs;
 }
 
-// Learning rates that are tensors: a GPU's kernels read them on their device, others get a number.
+// Returns the learning rates that are tensors, as numbers unless rate and kernels are on a GPU.
 std::vector<std::optional<Plan::LrOnDevice>> Plan::lrs_on(const at::Device& device,
                                                           const GroupTable& table) {
   std::vector<std::optional<LrOnDevice>> lrs;
@@ -420,8 +420,8 @@ void Plan::make_room(Batch& batch, const GroupTable& table) const {
   batch.all_args.reserve(batch.slots.size());
   for (ParamSlot* slot : batch.slots) {
     const GroupTable::Entry& group = table.groups[slot->group];
-    // An interrupt may have left the refreshed master of the last step, which must not come back.
-    // The parameter is a part of a split master, which follows it.
+    // Sets refreshed_master in every step, because an interrupted step may have left an old one.
+    // Split masters are never out of date: the parameter itself holds their high bits.
     const bool is_out_of_date =
         slot->master_param().defined() && !slot->has_split_master() && !slot->master_is_current;
     slot->refreshed_master =
@@ -468,8 +468,8 @@ void Plan::step_batch(const Batch& batch, GroupTable& table, bool ends_guarded) 
   finish_batch(batch, failure);
 }
 
-// Completes what was launched, also where another launch has failed, whose error it throws then. A
-// copy that fails is the last one.
+// Completes the slots that were launched: marks their tensors as written and copies dense copies
+// back, until a copy fails. Then throws `failure`, the launch's error, or else the copy's error.
 void Plan::finish_batch(const Batch& batch, std::exception_ptr failure) {
   bool copies = true;
   for (size_t i = 0; i < batch.slots.size(); ++i) {
@@ -515,10 +515,10 @@ void Plan::check_groups(const GroupTable& table, const std::optional<double>& ma
 
 void Plan::check_slot(ParamSlot& slot, const GroupTable& table) {
   const bool writes_grad = table.groups[slot.group].common->write_back_grads;
-  if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // is checked anew
+  if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // forces new checks
   slot.writes_grad = writes_grad;
   if (!slot.kernel.has_value()) slot.kernel = kernel_of(slot, table);
-  // What was read safely once is as safe now, unless it came to share memory with what is written.
+  // A gradient that moved needs no overlap check unless the step may write its new memory.
   const bool grad_was_shared = slot.writes_grad && slot.leave_lazy_clone(kGrad);
   if (slot.take_fingerprint(kGrad) || grad_was_shared) {
     slot.grad_is_current = false;
@@ -532,7 +532,7 @@ void Plan::check_slot(ParamSlot& slot, const GroupTable& table) {
     if (!was_shared && !has_moved) continue;
     slot.args_are_current = false;
     memory_is_checked_ = false;
-    // The same memory may have other strides.
+    // param_of_master alone would not notice another view of the same storage.
     if (list == kParam && has_moved) slot.param_of_master.reset();
   }
   if (slot.args_are_current && (slot.grad_is_current || slot.take_new_grad())) return;
@@ -541,7 +541,7 @@ void Plan::check_slot(ParamSlot& slot, const GroupTable& table) {
   checks_.check_tensors(slot);
 }
 
-// Other parameters may be views of the tensor that has got memory of its own, which they have too.
+// Updates other views of a parameter after leave_lazy_clone() has given their storage new memory.
 void Plan::follow_own_memory(const ParamSlot& slot) {
   for (ParamSlot& other : slots_) {
     if (storage_of(other.param()) != storage_of(slot.param())) continue;
@@ -554,8 +554,8 @@ void Plan::check_memory() {
   std::vector<MemoryUse> uses;
   written_storages_.clear();
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // of one that was refused
-    if (slots_[i].fingerprints[kParam].numel < 0) continue;         // has not had a gradient yet
+    if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // left by a refused step
+    if (slots_[i].fingerprints[kParam].numel < 0) continue;         // never had a gradient
     for (int list = 0; list < kLists; ++list) {
       const at::Tensor& tensor = slots_[i].tensor(list);
       if (!tensor.defined()) continue;
@@ -570,17 +570,18 @@ void Plan::check_memory() {
   memory_is_checked_ = true;
 }
 
-// Whether a gradient that is only read may share memory with a tensor that is written: most have
-// memory of their own.
+// True if a gradient that a step only reads may share memory with a tensor that the step writes.
+// Usually a gradient is the only tensor in its storage, so that no lookup is needed.
 bool Plan::reaches_written_memory(const at::Tensor& grad) const {
-  if (!is_plain(grad)) return false;  // will be refused
+  if (!is_plain(grad)) return false;  // check_grad will throw
   const at::DataPtr& data = storage_of(grad)->data_ptr();
-  const bool is_owned = data.get_context() == data.get();  // no memory that was lent to PyTorch
+  const bool is_owned = data.get_context() == data.get();  // false for memory of other libraries
   if (is_owned && grad.storage().use_count() == 1) return false;
   return !is_owned || written_storages_.count(data.get()) != 0;
 }
 
-// Parameters that are views of one tensor share its version, which each of them has changed.
+// Runs after all launches, because parameters that are views of one tensor share its version
+// counter, which each of them increments.
 void Plan::remember_masters() {
   for (ParamSlot& slot : slots_) {
     if (slot.master() != Master::kFloat32 || !slot.master_is_current) continue;
@@ -588,8 +589,8 @@ void Plan::remember_masters() {
   }
 }
 
-// Gradients that were written back are unscaled, unless the step was skipped, which only the device
-// knows.
+// Remembers which gradients still carry the loss scale after a step. Gradients that the step wrote
+// back count as unscaled. A skipped step leaves them scaled, but only the device knows of it.
 void Plan::remember_scaled_grads(bool are_as_seen) {
   for (ParamSlot& slot : slots_) {
     if (!slot.has_grad()) continue;

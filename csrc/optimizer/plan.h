@@ -1,5 +1,5 @@
-// What steps need to know of the tensors of one optimizer: checked when it changes, and pointed to
-// ever after. States are owned; parameters and gradients only during an operation.
+// The plan of one optimizer: its tensors, which are checked again only when they change. The plan
+// owns the states, and refers to parameters and gradients only during an operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,54 +34,53 @@
 
 namespace amp_ext {
 
-// What a look found on one device, in the parameters of one partition.
+// Result of a scan of the gradients of one partition on one device.
 struct GradScanResult {
-  at::Tensor found_inf;        // one float32
-  at::Tensor first_nonfinite;  // one int64, the index of the first parameter, or kNoTensor
-  at::Tensor sum_of_squares;   // one float64, or undefined if none was wanted
-  // One float64 for each parameter of the plan, NaN where no gradient was looked at; undefined if
-  // the norm of each gradient is not wanted.
+  at::Tensor found_inf;        // one float32; not 0 if a gradient contains inf or NaN
+  at::Tensor first_nonfinite;  // one int64, index of the first such gradient, or kNoTensor
+  at::Tensor sum_of_squares;   // one float64; undefined if no norm is needed
+  // Sum of squares of each gradient, [params] float64; NaN for parameters whose gradients this scan
+  // did not read. Undefined unless norms of single gradients are tracked.
   at::Tensor squares_of_params;
   int64_t partition = 0;
 };
 
-// Where the states of an optimizer's parameters come from, and are kept.
+// Creates the states of an optimizer's parameters, and stores them in the optimizer's containers.
 class AMP_EXT_API StateStore {
  public:
   virtual ~StateStore() = default;
 
-  // Makes the states of parameters, given by their indices in the plan, as the options want them:
-  // nothing is kept yet.
+  // Returns states in the formats that the options require, for parameters given by their indices
+  // in the plan. Stores nothing yet.
   virtual std::vector<ParamState> make(const std::vector<int64_t>& indices) = 0;
 
-  // Keeps the states that were made. The step that asked for them can't be refused any more.
+  // Stores the states that make() returned. Called once the step has passed all its checks.
   virtual void keep() = 0;
 };
 
-// A plan lives as long as its optimizer. One operation of it is a `Use`, in which the owner says
-// what the groups keep now and takes each of their parameters. If parameters or groups differ from
-// the listed ones, the owner lists them anew. Then comes one look or one step.
+// A plan lives as long as its optimizer. For each operation the owner, a Python or C++ optimizer,
+// holds a `Lock` and passes the present parameters with take_param(). If they or the options of the
+// groups differ from the registered ones, it registers them again. Then it calls scan() or step().
 class AMP_EXT_API Plan {
  public:
-  // A parameter to list.
+  // A parameter to register.
   struct Param {
     int64_t group;
     int64_t index_in_group;
-    const void* object;  // the identity of the parameter
-    // Of a DTensor the number of its partition, 0 if it is replicated: its row works on the shard
-    // that `set_shard` hands over.
+    const void* object;  // the identity of the parameter: its Python object or its TensorImpl
+    // Only for a DTensor: the number of its partition, or 0 if it is replicated. Its local shard
+    // must be passed to set_shard().
     std::optional<int64_t> partition = {};
-    // Where the first element of a shard stands in the whole tensor: dithering depends on it.
+    // Index of the shard's first element in the full tensor; dithered rounding depends on it.
     int64_t global_offset = 0;
   };
 
-  // The time in which one thread works with a plan. At its end the plan drops all references to
-  // parameters and gradients: between operations they belong to others, who may want to free or
-  // swap them.
+  // The lock that a thread holds during an operation of the plan. Its end drops all references to
+  // parameters and gradients, so that users can free them or call torch.utils.swap_tensors.
   class AMP_EXT_API Lock {
    public:
-    // Throws on behalf of an operation if another use has not ended, a step has failed amid its
-    // launches, or the parameters are lent.
+    // Throws if another operation is running, an earlier step failed after updating parameters, or
+    // averages are swapped in. The error names `operation`.
     Lock(Plan& plan, const char* operation);
     ~Lock();
     Lock(const Lock&) = delete;
@@ -92,203 +91,204 @@ class AMP_EXT_API Plan {
     const int exceptions_ = std::uncaught_exceptions();
   };
 
-  // Of an optimizer, by its name; and how a step of which it is a copy has failed, if one did.
+  // Creates an optimizer's plan. The plan of a copied optimizer gets failure() of the original.
   explicit Plan(std::string optimizer, std::string failure = {});
 
-  // Of lists of tensors, for one step, with the names of the lists of buffers.
+  // Creates the plan of a list operation, for one step. Errors name the lists of buffers.
   Plan(std::string operation, std::vector<std::string> buffer_lists);
 
-  // Takes over from the plan of the same optimizer which gradients still carry a scale, its guard,
-  // whether its norms are tracked and its landings followed, and how many steps it has seen, and
-  // nothing else: its states are gone.
+  // Copies from an earlier plan of this optimizer which gradients still carry a loss scale, the
+  // guard, the tracking of norms and step_applied, and the number of steps, but no parameters or
+  // states.
   void take_over(const Plan& before);
 
-  // The guard that judges the norm of the gradients at each step; null: none does.
+  // Sets the guard that compares the gradient norm of each step with earlier norms; null: no guard.
   void set_guard(std::shared_ptr<NormStatistics> guard);
   bool is_guarded() const { return guard_ != nullptr; }
 
-  // Whether every step keeps the norm of each gradient. Throws if it is set within a use.
+  // Sets whether each step computes the norm of every single gradient. Throws during an operation.
   void set_tracks_grad_norms(bool tracks);
   bool tracks_grad_norms() const { return tracks_grad_norms_; }
 
-  // Whether a step goes by the norm of all gradients.
+  // True if what a step does depends on the norm of all gradients: for clipping or for the guard.
   bool reads_norm(const std::optional<double>& max_grad_norm) const {
     return max_grad_norm.has_value() || is_guarded();
   }
-  // Whether a look sums squares: the step goes by the norm, or shows it.
+  // True if a scan must sum squares, because the step depends on norms or reports them.
   bool wants_norm(const std::optional<double>& max_grad_norm) const {
     return reads_norm(max_grad_norm) || tracks_grad_norms_;
   }
 
-  // Drops parameters and states, at the end of the use if there is one. Fingerprints of parameters
-  // are remembered for the next listing.
+  // Drops parameters and states; during an operation, when it ends. What the plan needs to
+  // recognize unchanged parameters and scaled gradients is kept for the next register_params().
   void forget();
 
-  // In a use: forgets, and lists parameters that have no states yet, and what each group lets them
-  // keep.
+  // Replaces all slots by slots of these parameters, without states, and stores the specs of the
+  // groups' states. Call it during an operation.
   void register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params);
 
   int64_t number_of_params() const { return static_cast<int64_t>(slots_.size()); }
-  // Group of the parameter at an index, and its index there.
+  // Returns the group of a parameter and its index in the group.
   std::pair<int64_t, int64_t> place_of(int64_t index) const {
     return {slots_.at(index).group, slots_.at(index).index_in_group};
   }
-  // Whether the groups that were listed kept the same states.
+  // True if the parameters were registered with these specs, one for each group.
   bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
-  // Whether that is the parameter at this index, and in this group.
+  // True if the parameter registered at this index has this group and this identity.
   bool is_param(int64_t index, int64_t group, const void* object) const {
     return index < number_of_params() && slots_[index].object == object &&
            slots_[index].group == group;
   }
   bool has_shards() const { return has_shards_; }
-  // Whether parameters are sharded such that no rank alone knows the norm of all gradients.
+  // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
   bool is_partitioned() const;
 
-  // In a use: takes the tensor that a parameter is now, which the caller keeps alive, with its
-  // gradient or the one that is given. Returns whether its present states still fit it.
+  // Set the present tensor of a parameter and its gradient (`grad`, or the .grad of `param`) for
+  // the current operation; the caller keeps `param` alive. The overload without `grad` returns
+  // false if a quantized state no longer fits the parameter, which must be registered again.
   bool take_param(int64_t index, const at::Tensor& param);
   void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
 
-  // In a use: takes this rank's part of a parameter that was taken, and of its gradient, which may
-  // be undefined.
+  // Sets this rank's shard of a DTensor parameter and of its gradient, which may be undefined. Call
+  // it after take_param() in the same operation.
   void set_shard(int64_t index, at::Tensor param, at::Tensor grad);
 
-  // Looks for inf and NaN in all gradients, and sums their squares if the step will want that:
-  // with `skip_nonfinite` only those of finite elements. Returns a result for each device that
-  // holds a gradient: a copy of `found_inf` there, set to 1 where something was found, and the
-  // plan's own first_nonfinite, which is lowered, for an update of the scale to read and reset.
-  // Partitions are looked at apart. What one rank finds in its shards is not the whole: the step
-  // that follows is given found_inf and the sums of squares then, and never looks itself.
+  // Scans all gradients for inf and NaN, and sums their squares if the next step needs a norm; with
+  // `skip_nonfinite`, the squares of finite elements only. Returns one result for each device and
+  // partition. Its found_inf is a copy of `found_inf`, set to 1 if inf or NaN was found. Its
+  // first_nonfinite belongs to the plan: scans lower it, the update of the loss scale resets it.
+  // The next step reuses the results if no gradient changes. With shards they cover only this rank:
+  // the caller combines them over the ranks and passes found_inf and sums of squares to the step.
   std::vector<GradScanResult> scan(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
                                    const optim::ClippingOptions& options);
 
-  // The same for an inspection: no step goes by it, nor does an update of the scale.
+  // Scans like scan(), starting from a found_inf of 0, but stores nothing for the next step or for
+  // an update of the loss scale. For inspections.
   std::vector<GradScanResult> scan_without_recording(const OptionalTensor& grad_scale,
                                                      const optim::ClippingOptions& options) const;
 
-  // Whether one of the gradients that the last look saw was written or replaced since.
+  // True if a gradient that was read by the last scan has been written or replaced since.
   bool gradients_were_written() const;
 
-  // One step of every parameter that has a gradient, with the hyperparameters of its group. States
-  // that parameters lack are made through the store. With a found_inf other than 0 nothing is
-  // written at all. A gradient that changed since `look` is looked at again. A step that neither
-  // has a scale nor comes from a scaler refuses gradients that an earlier one took with a scale,
-  // and that were not written since. The step of an optimizer writes the norm into `grad_norm`.
+  // Updates every parameter that has a gradient, with the hyperparameters of its group; `store`
+  // initializes missing states. If found_inf is not 0, nothing is written. If a gradient changed
+  // since scan(), the step scans all gradients again where it needs found_inf or a norm. Without
+  // grad_scale and found_inf, the step throws if a gradient still carries the loss scale of an
+  // earlier step.
   //
-  // Where this throws before the first launch, nothing has been written. Where it throws later,
-  // each parameter has been stepped with its state and counter, or neither; and if one has, later
-  // uses are refused.
+  // If an error occurs before the first launch, nothing has been written. After a later error, each
+  // parameter was either updated together with its state and step counter or left unchanged, except
+  // where a dense copy could not be copied back. If any was updated, no Lock can be taken any more.
   void step(GroupTable& table, GradientOptions options, StateStore& store,
             const at::Tensor& squares_of_params = {});
 
-  // What such a step would do, by taking it with a copy of one parameter after another. Nothing is
-  // written or kept: of the store, states are made, and none is kept. What a step refuses is
-  // refused here, but for memory that parameters share.
+  // Returns what such a step would do, by stepping copies of one parameter at a time. It changes no
+  // tensor and only calls make() of the store. It throws the errors of a step, except for memory
+  // that is shared between parameters.
   InspectedStep inspect(GroupTable& table, GradientOptions options, StateStore& store) const;
 
-  // In a use, before a step: the index of a 16-bit parameter on the CPU that was written since the
-  // last step in a way that torch does not count, so that the step will undo the write. Each step
-  // compares a few elements of one parameter with its float32 master. Returns an index once.
+  // Finds a 16-bit CPU parameter that was written without a change of its version counter, such as
+  // through .data: the next step would undo the write from the float32 master. Compares a few
+  // elements of one parameter per step. Returns its index, but only the first time.
   std::optional<int64_t> find_uncounted_write();
-  // The warning of it, given the name of the parameter.
+  // Returns the warning about such a write to the parameter that is called `param`.
   std::string warning_of_write(const std::string& param) const;
 
   bool has_grads() const { return outer_slots_with_grad()[0] != nullptr; }
 
-  // Throws if there are no gradients, or the last step has taken them.
+  // Throws if there are no gradients, or if the last step already used them.
   void check_is_before_step() const;
 
-  // How far the step came that has failed; empty if none has.
+  // Returns how far a failed step came: "3 of 8 parameters have been stepped"; else "".
   const std::string& failure() const { return failure_; }
-  // The same with what to do, for an error.
+  // Returns failure() and what the user can do, for an error.
   std::string note_of_failure() const;
 
-  // Norm of the unscaled gradients at the last step; undefined where none was wanted.
+  // Returns the norm of all unscaled gradients at the last step; undefined if it needed no norm.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
-  // Masters as optimizers keep them for parameters, by the indices of these.
+  // Masters that optimizers store, by the indices of their parameters.
   using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
-  // In a use: 16-bit parameters of whose states no step has told the plan.
+  // Returns the indices of 16-bit parameters whose slots have no state yet.
   std::vector<int64_t> params_without_state() const;
-  // Throws, before the use of a swap begins, if averages are in the parameters already.
+  // Throws if `averaging` is a swap and averages are already swapped in. Called without a Lock.
   void check_before(Averaging averaging) const;
-  // In a use: lets averages do something with the weights on this rank, given the masters of
-  // parameters without a state. A swap lends the parameters to the averages, which are in them
-  // until its end. Meanwhile no use begins, and `check_not_swapped_in` throws on behalf of what is
-  // no use.
+  // Runs an operation of `averages` on this rank's weights; `masters` are those of parameters from
+  // params_without_state(). A swap leaves the averages in the parameters until swap_out(), and no
+  // Lock can be taken meanwhile. Operations without a Lock call check_not_swapped_in().
   void average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters);
-  // Does nothing if the averages are in no parameters.
+  // Restores the parameters after a swap. Does nothing if the averages are not swapped in.
   void swap_out(WeightAverages& averages);
   void check_not_swapped_in(const std::string& operation) const;
-  // Lets every step from now on leave `step_applied`.
+  // Makes every step from now on set step_applied().
   void track_step_applied() { tracks_step_applied_ = true; }
-  // One float32 on the device of the first parameter: 1 if the last step was taken, 0 if it was
-  // skipped or found no gradient. Undefined before the first step that was followed.
+  // Returns one float32 on the device of the first parameter: 1 if the last step was applied, 0 if
+  // it was skipped or found no gradient. Undefined before the first step that is tracked.
   at::Tensor step_applied() const { return step_applied_; }
-  // The norm of each, [parameters] float32; undefined where they are not tracked.
+  // Returns the norm of each unscaled gradient, [params] float32; undefined if not tracked.
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
  private:
-  // A parameter as it was when its master was last rounded to it. It is kept over a new listing:
-  // a parameter that is as it was then has not been written, so a master that has been counts.
+  // A parameter as it was when its master was last rounded to it; survives register_params(). If
+  // the parameter is unchanged since, the next step uses the master, even if a user wrote to it.
   struct RoundedParam {
     SeenTensor param;
     Fingerprint fingerprint;
   };
 
-  // The parameter whose elements are compared with its master before the next step.
+  // The parameter that find_uncounted_write() compares with its master before the next step.
   struct MasterSample {
-    size_t slot;
-    int64_t master_version;
+    size_t slot;             // index of the slot
+    int64_t master_version;  // version counter of the master after the last step
   };
 
-  // A gradient that a step with a scale took. It carries the scale until somebody writes it.
+  // A gradient that a step with a loss scale used. It carries the scale until it is written.
   struct ScaledGrad {
     SeenTensor grad;
-    const void* data;
+    const void* data;  // address of its first element
   };
 
-  // How far a step has come.
+  // How far a step has come, in numbers of parameters.
   struct Progress {
-    int64_t params = 0;           // that are to be stepped
-    int64_t stepped = 0;          // with their states and counters
-    int64_t stepped_in_part = 0;  // whose copies could not all be written back
+    int64_t params = 0;           // parameters that the step updates
+    int64_t stepped = 0;          // parameters updated with their states and step counters
+    int64_t stepped_in_part = 0;  // parameters with dense copies that could not be copied back
 
     std::string text() const;
   };
 
-  // A look at the gradients of one device and partition.
+  // A scan of the gradients of one device and partition.
   struct GradScan {
     GradScanResult result;
     std::vector<KernelTensorArgs> all_args;
   };
 
-  // What a step reads from one device; keeps it alive.
+  // Inputs of a step on one device. The tensors own the memory that `pointers` refers to.
   struct DeviceInputs {
     at::Tensor grad_scale;
     at::Tensor found_inf;
     at::Tensor sum_of_squares;
     at::Tensor guard;
     GradientInputs pointers;
-    float* grad_norm;     // [1], or null
-    float* step_applied;  // [1], or null
+    float* grad_norm;     // [1], the norm of the unscaled gradients is written here; or null
+    float* step_applied;  // [1], set to 1 or 0 by the step; or null
   };
 
-  // A learning rate as the engine of one device reads it: from there, or a number.
+  // A learning rate given as a tensor, in the form that the engine of one device reads.
   struct LrOnDevice {
-    at::Tensor on_device;
+    at::Tensor on_device;  // one float32 on the device; undefined: `number` is used
     double number;
   };
 
-  // The rows that one launch updates, and all that it needs.
+  // The slots that one launch updates, with the arguments of the launch.
   struct Batch {
     at::Device device;
     OptimizerKernel kernel;
     std::vector<ParamSlot*> slots;
     DeviceInputs inputs;
-    std::vector<std::optional<LrOnDevice>> lrs;  // [groups], where they are tensors
-    bool is_skipped;                             // as the host knows already
-    std::vector<KernelTensorArgs> all_args;
-    std::unique_ptr<bool[]> is_launched;  // [records]
+    std::vector<std::optional<LrOnDevice>> lrs;  // [groups], nullopt if lr is not a tensor
+    bool is_skipped;                             // whether the host knows that the step is skipped
+    std::vector<KernelTensorArgs> all_args;      // [slots]
+    std::unique_ptr<bool[]> is_launched;         // [slots], set by the launch
   };
 
   void add_slot(const Param& param);
@@ -345,38 +345,38 @@ class AMP_EXT_API Plan {
   void measure_moments(const ParamSlot& slot, const at::Tensor& sums) const;
 
   ParamSlotChecks checks_;
-  std::atomic<std::thread::id> user_{};  // the thread in a use
-  bool must_forget_ = false;             // at the end of it
+  std::atomic<std::thread::id> user_{};  // the thread that holds a Lock, or thread::id()
+  bool must_forget_ = false;             // whether the slots are dropped when the Lock ends
   bool is_swapped_in_ = false;
   std::string failure_;
-  // By Param::object, as of the rows that were dropped last.
+  // Data of the slots that were dropped last, by Param::object; for register_params().
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
-  bool has_grad_norm_ = false;   // whether the last step wanted grad_norm_
-  bool has_grad_norms_ = false;  // whether it wanted grad_norms_
+  bool has_grad_norm_ = false;   // whether grad_norm_ is of the last step
+  bool has_grad_norms_ = false;  // whether grad_norms_ is of the last step
   at::Tensor grad_norm_;
   at::Tensor grad_norms_;
   std::shared_ptr<NormStatistics> guard_;
-  // Those before it on a GPU: a captured graph writes to them as long as it is replayed.
+  // Earlier guards on a GPU, kept alive because a captured CUDA graph may still write to them.
   std::vector<std::shared_ptr<NormStatistics>> retired_guards_;
   bool tracks_grad_norms_ = false;
-  bool counts_norms_ = true;  // whether a step lets the guard count its norm
+  bool counts_norms_ = true;  // whether the guard counts the norms of steps; false for a trial
   bool tracks_step_applied_ = false;
   at::Tensor step_applied_;
-  int64_t steps_ = 0;                    // that have come to their end, taken or skipped
-  std::vector<optim::StateSpec> specs_;  // by group, when the rows were listed
+  int64_t steps_ = 0;                    // number of steps so far, applied or skipped
+  std::vector<optim::StateSpec> specs_;  // [groups], as registered
   std::vector<ParamSlot> slots_;
   bool has_shards_ = false;
   bool memory_is_checked_ = false;
-  std::unordered_set<const void*> written_storages_;  // as of the last check
-  std::vector<GradScan> scans_;                       // of `look`, for the step that follows
-  // The first and the last gradient that the last step took.
+  std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
+  std::vector<GradScan> scans_;                       // results of scan(), for the next step
+  // The first and the last gradient that the last step used; nullopt if there was none.
   std::array<std::optional<SeenTensor>, 2> stepped_grads_;
-  std::vector<at::Tensor> first_nonfinites_;  // one for each device
+  std::vector<at::Tensor> first_nonfinites_;  // GradScanResult::first_nonfinite of each device
   StepScratch scratch_;
-  Progress progress_;  // of the last step
+  Progress progress_;  // progress of the current or last step
   std::optional<MasterSample> sample_;
-  bool finds_writes_ = true;  // until the first is found
+  bool finds_writes_ = true;  // false once find_uncounted_write() has reported a write
 };
 
 }  // namespace amp_ext

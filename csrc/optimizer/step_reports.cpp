@@ -1,4 +1,4 @@
-// What a step leaves for those who watch: norms, and whether it has landed.
+// Reports of a step: gradient norms, whether it was applied, and writes that version counters miss.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/where.h>
@@ -14,7 +14,7 @@ namespace amp_ext {
 
 namespace {
 
-// The norm of unscaled gradients, as the kernels compute it.
+// Returns the norm of the unscaled gradients, rounded as in the kernels.
 at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_scale) {
   const at::Tensor norm = sum_of_squares.sqrt();
   if (!grad_scale.has_value()) return norm;
@@ -23,7 +23,7 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 
 }  // namespace
 
-// The sum of squares of all looks, on a device; undefined if there was none.
+// Returns the sum of squares over all scans, on `device`; undefined if there are no scans.
 at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device) {
   at::Tensor sum;
   for (const GradScan& scan : scans) {
@@ -33,8 +33,8 @@ at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::De
   return sum;
 }
 
-// Allocates the norms that the optimizer shows before the step writes them. A captured graph may
-// write them for as long as the plan lives.
+// Allocates grad_norm_ and grad_norms_ if this step sets them. Existing tensors are reused, because
+// a captured CUDA graph may write to them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
   const auto allocate = [&](at::Tensor& norms, bool& are_of_last_step, at::IntArrayRef sizes) {
     if (slots_.empty()) return;
@@ -52,9 +52,9 @@ void Plan::take_norms(GradientOptions& options) {
     guard_->move_to(slots_.front().param().device());
 }
 
-// Where the step leaves whether it has landed: in `step_applied_`, or, where no batch is on the
-// device of that, beside a batch. Undefined where nobody follows. A captured graph may write
-// `step_applied_` for as long as the plan lives.
+// Returns the flag that the step sets to 1 if it is applied: step_applied_, or a temporary tensor
+// on the first batch's device if no batch is on the device of step_applied_. Undefined if the flag
+// is not tracked. step_applied_ is reused, because a captured CUDA graph may write to it.
 at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
   if (!tracks_step_applied_ || checks_.naming != Naming::kGroups || slots_.empty()) return {};
   const at::Device device = slots_.front().param().device();
@@ -70,8 +70,8 @@ at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
   return is_here ? step_applied_ : at::zeros({}, options.device(batches.front().device));
 }
 
-// Writes the norms that no kernel writes: that of each gradient, and that of all of them where
-// nothing is clipped by it on its device.
+// Writes the norms that no launch writes: the norm of each gradient, and the norm of all gradients
+// unless a batch on its device computes it (`is_written`).
 void Plan::write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                        const at::Tensor& squares_of_params, bool is_written) {
   if (wants_norm(options.max_grad_norm) && options.grad_norm.has_value() && !is_written) {
@@ -81,7 +81,7 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<GradSca
     if (sum.defined()) {
       options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
     } else {
-      options.grad_norm->zero_();  // of no gradients
+      options.grad_norm->zero_();  // the norm of no gradients
     }
   }
   if (!has_grad_norms_) return;
@@ -94,11 +94,11 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<GradSca
   if (squares.defined()) {
     grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
   } else {
-    grad_norms_.fill_(std::nan(""));  // of no gradients
+    grad_norms_.fill_(std::nan(""));  // no parameter has a gradient
   }
 }
 
-// One parameter after another, so that the cost of a step does not depend on their number.
+// Chooses the next parameter to compare with its master: one per step, so that steps stay cheap.
 void Plan::choose_sample() {
   sample_.reset();
   if (!finds_writes_ || slots_.empty()) return;

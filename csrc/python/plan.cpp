@@ -1,4 +1,4 @@
-// The plan of an optimizer of Python, which knows whether groups and states are still as they were.
+// The plan of a Python optimizer, which notices changes of param_groups and state.
 #include "optimizer/plan.h"
 
 #include <amp_ext/options.h>
@@ -22,8 +22,8 @@
 
 namespace amp_ext::python {
 
-// The groups of an optimizer, as one operation reads them. Throws where an option is not as a check
-// of the groups leaves it.
+// The parameter groups of an optimizer, as one operation reads them. Throws if an option is invalid
+// or is a torch.dtype, which Python's check of the groups replaces by its name.
 struct Groups {
   std::vector<py::dict> dicts;
   optim::ClippingOptions shared;
@@ -53,15 +53,15 @@ struct Groups {
   }
 };
 
-// Names of attributes, interned for good.
+// Names of attributes, interned and never freed.
 struct Names {
   PyObject* param_groups = PyUnicode_InternFromString("param_groups");
   PyObject* state = PyUnicode_InternFromString("state");
   PyObject* is_used = PyUnicode_InternFromString("is_used");
 };
 
-// What StepPlan of Python is made of, which knows dicts and DTensors: operations take it, and ask
-// it before a step writes. It is not kept here, where no collector of cycles would find it.
+// The compiled half of StepPlan, whose Python half handles dicts and DTensors. StepPlan is passed
+// to each call: a stored reference would hide a cycle from Python's garbage collector.
 class PlanOfPython {
  public:
   PlanOfPython(std::string optimizer, std::shared_ptr<BoundDescription> described,
@@ -87,13 +87,14 @@ class PlanOfPython {
   const Names names;
   Plan plan;
   StateSnapshot states;
-  py::set state_keys;  // of what steps work on
+  py::set state_keys;  // keys of the state tensors that steps read and write
 };
 
 namespace {
 
-// A use of the plan of an optimizer. It has parameters and shards if it is current: if groups can
-// be read, and the parameters were listed for these and the states as they are.
+// An operation of a Python optimizer, which locks its plan and passes parameters and shards to it.
+// `is_current` is false if the groups can't be read, or if parameters, options or states differ
+// from the registered ones. Python then registers the parameters again.
 struct Operation {
   PlanOfPython& mine;
   Plan::Lock use;
@@ -108,7 +109,7 @@ struct Operation {
       is_current =
           mine.states.unchanged_in(states) && mine.plan.is_for(groups->specs) && take_params();
     } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) throw;  // an interrupt
+      if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt, for example
     } catch (const std::exception&) {
     }
     if (!is_current || !mine.plan.has_shards()) return;
@@ -129,7 +130,8 @@ struct Operation {
             shared.skip_nonfinite};
   }
 
-  // What a list can be made of again is a list of parameters: no iterator, and no set.
+  // Passes all parameters to the plan. Returns false if they are not the registered ones, or if
+  // "params" is an iterator or a set: reading these again may give other parameters.
   bool take_params() {
     Plan& plan = mine.plan;
     int64_t index = 0, group_index = 0;
@@ -152,11 +154,11 @@ struct Operation {
   }
 };
 
-// Puts states that were made whole into those of an optimizer. The dicts that are there stay the
-// same objects, which others may hold. All that may run Python comes before the first write.
+// Puts completed states into optimizer.state. Existing dicts are updated in place, because users
+// may hold references to them. Everything that may run Python code comes before the first write.
 void put_states(const py::object& states, const py::dict& made) {
   struct Change {
-    py::dict there, wanted, before;  // the last one keeps alive what is dropped
+    py::dict there, wanted, before;  // `before` keeps replaced values alive during the writes
   };
   std::vector<Change> changes;
   py::dict added;
@@ -177,8 +179,8 @@ void put_states(const py::object& states, const py::dict& made) {
   }
 }
 
-// The states in the dicts of an optimizer. Keeping them is the last that a step does of Python: it
-// says in the hand-over of a scaler that it writes, and lets other threads run.
+// The states of a step in the dicts of a Python optimizer. keep() is the last Python code of a
+// step: it stores the states, marks the scaler's context as used, and releases the GIL.
 class StatesOfPython : public StateStore {
  public:
   StatesOfPython(const Operation& operation, py::handle step_plan, py::handle amp_context)
@@ -207,9 +209,9 @@ class StatesOfPython : public StateStore {
     release_.emplace();
   }
 
-  // Takes Python back after a step that failed.
+  // Acquires the GIL after a failed step. If it updated no parameter, the context is unused again.
   void take_back() {
-    if (!release_.has_value()) return;  // it was refused
+    if (!release_.has_value()) return;  // the step was refused before keep()
     release_.reset();
     if (operation_.mine.plan.failure().empty()) set_is_used(Py_False);
   }
@@ -225,8 +227,8 @@ class StatesOfPython : public StateStore {
   std::optional<py::gil_scoped_release> release_;
 };
 
-// Lists the parameters of an optimizer anew. `rows` has for each its group, its index there,
-// itself, its partition if it is sharded, and where its first element stands.
+// Registers the parameters of an optimizer again. Each of `rows` has the fields of a Plan::Param:
+// group, index in the group, parameter, partition (None unless a DTensor) and global offset.
 void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
@@ -242,7 +244,8 @@ void register_params(
   mine.plan.register_params(std::move(groups.specs), params);
 }
 
-// What a look has found, by device and partition; none if the plan is not current.
+// Results of a scan for Python: for each device and partition found_inf, first_nonfinite, the
+// number of the partition, sum_of_squares and squares_of_params.
 using Found =
     std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor, OptionalTensor>>;
 
@@ -268,7 +271,7 @@ std::optional<Found> scan(PlanOfPython& mine, const py::object& step_plan,
   return found_in(mine.plan.scan(found_inf, grad_scale, operation.groups->shared));
 }
 
-// A look that leaves no mark; its flags start from 0.
+// Scans the gradients for an inspection, from flags of 0, and stores nothing for the next step.
 std::optional<Found> scan_without_recording(PlanOfPython& mine, const py::object& step_plan,
                                             const py::object& optimizer,
                                             const OptionalTensor& grad_scale) {
@@ -285,7 +288,7 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
   return mine.plan.gradients_were_written();
 }
 
-// Warns before anything is written, because a filter of warnings may raise.
+// Warns before the step writes anything, because a warning filter may raise an exception.
 void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
   const std::optional<int64_t> index = plan.find_uncounted_write();
   if (!index.has_value()) return;
@@ -297,8 +300,8 @@ void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
   }
 }
 
-// None if the plan is not current; false if the step needs the sums of squares of all ranks; true
-// after it.
+// Takes a step. Returns nullopt if the parameters must be registered again, false if the sums of
+// squares over all ranks are needed but missing, and true after the step.
 std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
                          const py::object& optimizer, const py::object& amp_context,
                          OptionalTensor grad_scale, OptionalTensor found_inf,
@@ -324,7 +327,7 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   return true;
 }
 
-// Makes the states of a trial, which runs without the GIL.
+// Initializes states for a trial step, which runs without the GIL, so make() must acquire it.
 class StatesOfTrial : public StatesOfPython {
  public:
   using StatesOfPython::StatesOfPython;
@@ -335,7 +338,8 @@ class StatesOfTrial : public StatesOfPython {
   }
 };
 
-// As the step, whose first two answers it has; else what the step would do.
+// Returns what a step would do, or nullopt or false for the same reasons as step(). `is_in_step` is
+// true if the step itself inspects, which allows gradients that were already used.
 std::optional<std::variant<bool, InspectedStep>> inspect(
     PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
     OptionalTensor grad_scale, OptionalTensor found_inf, OptionalTensor sum_of_squares,
@@ -353,7 +357,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   return mine.plan.inspect(operation.groups->table, std::move(options), store);
 }
 
-// Whether the step is skipped, and for each parameter with a gradient its place and its numbers.
+// Returns (skipped, [((group, index), (norm, update_norm, ...)), ...]) of params with gradients.
 py::tuple read_inspection(const InspectedStep& inspected) {
   optim::Inspection found;
   {
@@ -381,7 +385,7 @@ Averaging averaging_named(const std::string& name) {
                         "'");
 }
 
-// None if the parameters are to be listed anew; else true, after it.
+// Returns nullopt if the parameters must be registered again, and true after the operation.
 std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
                             const py::object& optimizer, const std::string& name,
                             WeightAverages& averages) {
