@@ -147,8 +147,8 @@ def takes_scale(optimizer: Any) -> bool:
         return False
     if not hasattr(type(owner), _SUPPORTS) and _SUPPORTS not in getattr(owner, "__dict__", {}):
         raise TypeError(
-            "GradScaler.step: optimizer must show the optimizer that it delegates to, got "
-            f"{type(optimizer).__name__}, which hides it: step the optimizer that is inside"
+            "GradScaler.step: the scaler can't find the optimizer inside "
+            f"{type(optimizer).__name__}. Pass the inner optimizer to scaler.step()."
         )
     return True
 

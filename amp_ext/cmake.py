@@ -25,7 +25,9 @@ def folder() -> Path:
     library = _PACKAGE / "lib" / "libamp_ext.so"
     for file in (library, found / "amp_extBuild.cmake"):
         if not file.is_file():
-            raise FileNotFoundError(f"{file} is not there: amp_ext was not built, or in part only")
+            raise FileNotFoundError(
+                f"{file} is missing: amp_ext was not built, or only in part. Build it again."
+            )
     return found
 
 

@@ -65,7 +65,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
             return self.process_group
         if not torch.distributed.is_initialized():
             raise RuntimeError(
-                "ShardedGradScaler: the process group of all ranks must be there, got none: call "
-                "torch.distributed.init_process_group first"
+                "ShardedGradScaler: there is no default process group. Call "
+                "torch.distributed.init_process_group() first."
             )
         return torch.distributed.group.WORLD

@@ -353,8 +353,8 @@ def check_guard(optimizer: Any) -> None:
         return
     if not any(map(is_dtensor, params_of(optimizer))):  # ranks share the norm of sharded parameters
         raise RuntimeError(
-            "GradScaler.step: norm_guard of the optimizer must have the process_group of the "
-            "scaler, whose ranks step and skip together, got a guard without one"
+            "GradScaler.step: norm_guard of the optimizer has no process_group, so ranks could "
+            "skip different steps. Set norm_guard.process_group to the scaler's process_group."
         )
 
 
@@ -420,8 +420,8 @@ def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:
     except RuntimeError as error:
         ranks = torch.distributed.get_process_group_ranks(group)
         raise RuntimeError(
-            "amp_ext: found_inf must be reduced over the process group of ranks "
-            f"{_listed(ranks)}, but the all-reduce failed: {error}"
+            f"amp_ext: the all-reduce over ranks {_listed(ranks)} failed. Check that all of "
+            f"these ranks run and step the same optimizers. The error was: {error}"
         ) from error
 
 

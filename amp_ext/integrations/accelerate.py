@@ -80,8 +80,8 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
         )
     if accelerator._optimizers:
         raise RuntimeError(
-            "use_scaler: must come before accelerator.prepare, got an accelerator with "
-            f"{len(accelerator._optimizers)} prepared optimizer(s)"
+            "use_scaler: accelerator.prepare() has already prepared "
+            f"{len(accelerator._optimizers)} optimizer(s). Call use_scaler() before it."
         )
     device = accelerator.device.type
     if scaler is None:

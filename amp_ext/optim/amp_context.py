@@ -45,7 +45,7 @@ class GradScaleAttribute:
         if amp_context is not None:
             return getattr(amp_context, self._name)
         if self._name not in attributes:
-            raise AttributeError(f"no gradient scaler has handed over {self._name}")
+            raise AttributeError(f"no gradient scaler has set {self._name}")
         return attributes[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
@@ -87,15 +87,15 @@ def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepC
     scale = scaler._scale
     if scale is None:
         raise RuntimeError(
-            f"{operation}: scaler must have scaled the loss of these gradients, got one that has "
-            "scaled nothing yet"
+            f"{operation}: this scaler has not scaled a loss yet. Pass the scaler whose scale() "
+            "was called on the loss of these gradients."
         )
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     stage = state.get("stage", OptState.READY)
     if stage is OptState.STEPPED:
         raise RuntimeError(
-            f"{operation}: there must be gradients to inspect, got those that scaler.step() has "
-            "taken: call it between backward() and step(), or inspect_next() at any time"
+            f"{operation}: scaler.step() has already used these gradients. Call inspect() after "
+            "backward() and before step(), or call inspect_next() at any time."
         )
     if stage is OptState.READY:
         return AmpStepContext(

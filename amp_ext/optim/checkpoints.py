@@ -173,9 +173,9 @@ def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     for param in optimizer.state:
         if isinstance(param, Tensor) and id(param) not in registered:
             raise ValueError(
-                f"{type(optimizer).__name__}.state_dict: state must be of parameters in "
-                f"param_groups, got one of shape {tuple(param.shape)} that is in no group: put "
-                "it back, or drop its state, del optimizer.state[param]"
+                f"{type(optimizer).__name__}.state_dict: a parameter of shape "
+                f"{tuple(param.shape)} has a state but is in no group. Put the parameter back "
+                "into a group, or delete its state with del optimizer.state[param]."
             )
 
 

@@ -150,8 +150,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.track_grad_norms = track_grad_norms
         if isinstance(params, (set, frozenset)):
             raise TypeError(
-                f"{type(self).__name__}: params must have an order that stays, as in a list, got "
-                f"a {type(params).__name__}"
+                f"{type(self).__name__}: params must be in a fixed order, as in a list, got a "
+                f"{type(params).__name__}"
             )
         check_defaults(self.description, defaults, f"{type(self).__name__}: %s")
         super().__init__(params, defaults)
@@ -256,8 +256,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for placed in trainable:
             if is_lazy(placed.param):
                 raise RuntimeError(
-                    f"{type(self).__name__}.init_state: param of {placed} must have a shape, got a "
-                    "lazy parameter: run the model once first"
+                    f"{type(self).__name__}.init_state: param of {placed} is a lazy parameter, "
+                    "which has no shape yet. Run the model once first."
                 )
             placed.spec.check_is_stepped(placed.registered(), "init_state")
         changed, _ = init_states(self.state, trainable)
@@ -370,8 +370,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if amp_context.is_used:
             raise RuntimeError(
-                f"{type(self).__name__}: a step of the gradient scaler must step the optimizer "
-                "once, got a second step with the same gradients"
+                f"{type(self).__name__}: step() was called twice in one scaler.step(), with the "
+                "same gradients. Step the optimizer once for each backward()."
             )
         found_inf = amp_context.found_inf
         if found_inf is not None and not isinstance(found_inf, Tensor):
@@ -451,8 +451,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         answer = ask(self._plan, self, *arguments)
         if answer is None:
             raise RuntimeError(
-                f"{type(self).__name__}.{operation}: params of each group must be a list, got "
-                "other parameters when they were read again"
+                f"{type(self).__name__}.{operation}: params of a group gave other parameters "
+                "when they were read again. Store the params of each group in a list."
             )
         return answer
 
@@ -461,7 +461,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if amp_context.is_used:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
-            note = "nothing has been stepped; parameters and states are as before"
+            note = "no parameter or state was changed. Free memory if it ran out, then step again."
         else:
             return
         if hasattr(error, "add_note"):
@@ -472,9 +472,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not self._has_warned_of_hooks:
             self._has_warned_of_hooks = True
             warnings.warn(
-                f"{type(self).__name__}: a hook before the step has written gradients that carry "
-                "the scale of the gradient scaler; set optimizer._step_supports_amp_scaling = "
-                "False to have them unscaled before it, as for torch's optimizers without fused",
+                f"{type(self).__name__}: a step pre-hook has changed gradients that still carry "
+                "the loss scale. Set optimizer._step_supports_amp_scaling = False to unscale the "
+                "gradients before the hook.",
                 stacklevel=2,
             )
 
@@ -617,8 +617,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_norms = self.grad_norms
         if grad_norms is None or len(grad_norms) != len(stepped):
             raise RuntimeError(
-                f"{type(self).__name__}.named_grad_norms: grad_norms must be those of a step, got "
-                "none: set optimizer.track_grad_norms = True before a step"
+                f"{type(self).__name__}.named_grad_norms: no step has recorded gradient norms "
+                "yet. Set optimizer.track_grad_norms = True before a step."
             )
         names = dict(zip(map(id, params_of(self)), names_of_params(self), strict=True))
         norms = zip(stepped, grad_norms.tolist(), strict=True)

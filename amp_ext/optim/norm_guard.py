@@ -206,8 +206,8 @@ class NormGuard:
         """
         if self._lacks_group:
             raise RuntimeError(
-                "NormGuard: process_group must be set again after a pickle, which can't have it, "
-                "got none: guard.process_group = group, or None"
+                "NormGuard: the guard was unpickled without its process_group. Set "
+                "guard.process_group to a group, or to None."
             )
         return self._process_group
 
@@ -227,8 +227,8 @@ class NormGuard:
         """
         if optimizer is not None and not self.is_free_for(optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__}: norm_guard must belong to one optimizer, got that of "
-                "another: make a guard for each"
+                f"{type(optimizer).__name__}: norm_guard already belongs to another optimizer. "
+                "Make a NormGuard for each optimizer."
             )
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 

@@ -150,7 +150,7 @@ def check_unique(params: Iterable[Any], where: str) -> None:
         first = first_index.setdefault(param, index)
         if first != index:
             raise ValueError(
-                f"{where % index} must be listed once, got it as param {first} already"
+                f"{where % index} is already listed as param {first}. List each parameter once."
             )
 
 

@@ -102,13 +102,13 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
     if spec.has_codes(registered):
         raise ValueError(
             f"{spec.optimizer}: state_dtype must be torch.float32, torch.bfloat16 or None "
-            "for parameters that FullyShardedDataParallel flattens, which can't save codes, "
-            f"got {spec.state_dtype!r}; fully_shard can"
+            "for parameters that FullyShardedDataParallel flattens, which can't save 8-bit "
+            f"moments, got {spec.state_dtype!r}; fully_shard can"
         )
     if spec.master_key(registered) not in ("", "master_param"):
         raise ValueError(
             f"{spec.optimizer}: master_weights must be True or False for parameters that "
-            "FullyShardedDataParallel flattens, which can't save the lower parts of masters, got "
+            "FullyShardedDataParallel flattens, which can't save split masters, got "
             f"{spec.master_weights!r}; fully_shard can"
         )
 
@@ -164,8 +164,8 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
     spec, param = placed.spec, placed.param
     if is_lazy(param):
         raise ValueError(
-            f"{operation}: param of {placed} must have a shape, got a lazy parameter: run the "
-            "model once first"
+            f"{operation}: param of {placed} is a lazy parameter, which has no shape yet. Run the "
+            "model once first."
         )
     registered = placed.registered()
     check_flattened(spec, param)

@@ -138,8 +138,8 @@ class StepPlan:
             return GradScan(flags, first_nonfinites)
         if self.sharded_over and group is not None:
             raise RuntimeError(
-                f"{self._name}: norm_guard must have no process_group where parameters are "
-                "sharded, which share their norm, got one"
+                f"{self._name}: norm_guard has a process_group, but the norm of sharded "
+                "parameters is already shared. Set norm_guard.process_group = None."
             )
         sum_of_squares: Tensor | None = None
         squares_of_params: Tensor | None = None

@@ -206,8 +206,8 @@ class WeightAverage:
         for index, param in enumerate(params_of(self.optimizer)):
             if is_flattened(param):
                 raise RuntimeError(
-                    "WeightAverage.swap: parameters must not be flattened, as those of "
-                    f"FullyShardedDataParallel are, got param {index}: use fully_shard"
+                    f"WeightAverage.swap: param {index} was flattened by "
+                    "FullyShardedDataParallel. Use fully_shard instead."
                 )
         try:
             self._ask("swap_average")
@@ -306,7 +306,8 @@ class WeightAverage:
         """Returns the contents of the model; raises if it lacks a parameter of the optimizer."""
         if self.model is None:
             raise RuntimeError(
-                f"{operation}: model must be given to WeightAverage for the names, got None"
+                f"{operation}: this average has no model, which gives the names. Construct it "
+                "as WeightAverage(optimizer, model=model)."
             )
         self._list()
         self._check_model(operation, self.model)
@@ -316,8 +317,9 @@ class WeightAverage:
         for index, param in enumerate(self._params):
             if id(param) not in found:
                 raise ValueError(
-                    f"{operation}: state_dict() of model must have param {index} under its name "
-                    f"{names[id(param)]!r}, of shape {list(param.shape)}, or itself, got neither"
+                    f"{operation}: state_dict() of model lacks param {index}, "
+                    f"{names[id(param)]!r} of shape {list(param.shape)}. Remove the hook that "
+                    "changes state_dict(), or use fully_shard."
                 )
         return contents
 
@@ -517,8 +519,8 @@ def _check_not_lazy(optimizer: FusedOptimizer) -> None:
     for index, param in enumerate(params_of(optimizer)):
         if is_lazy(param):
             raise RuntimeError(
-                f"WeightAverage: param {index} must have a shape, got a lazy parameter: run the "
-                "model once first"
+                f"WeightAverage: param {index} is a lazy parameter, which has no shape yet. Run "
+                "the model once first."
             )
 
 

@@ -195,8 +195,8 @@ class SavedTrainer:
         missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
         if missing:
             raise KeyError(
-                f"{operation}: the file must have {missing}, got {list(content)[:8]}; those of "
-                "MixedPrecisionTrainer.save have"
+                f"{operation}: the file lacks {missing} and has {list(content)[:8]}. Load a file "
+                "that MixedPrecisionTrainer.save() wrote."
             )
         model: Any = content["model"]
         if "model_metadata" in content:  # older files and those of programs in C++ lack it
@@ -215,8 +215,8 @@ class SavedTrainer:
         ]
         if names:
             raise ValueError(
-                f"{operation}: parameters must not be sharded over ranks, got {names[0]!r}: use "
-                "torch.distributed.checkpoint for the model and the optimizer"
+                f"{operation}: {names[0]!r} is sharded over ranks. Use "
+                "torch.distributed.checkpoint for the model and the optimizer."
             )
 
     def _load(
@@ -307,8 +307,9 @@ class SavedTrainer:
         got = _accumulation(state_dict["gradient_accumulation_steps"], scaled, len(gradients))
         if wanted != got:
             raise ValueError(
-                f"{operation}: batches that have accumulated must be {wanted}, got {got}: call "
-                "flush() before you save"
+                f"{operation}: the file was saved while gradients accumulated ({got}), which do "
+                f"not fit this trainer ({wanted}). Call flush() before save(), or construct the "
+                "trainer as it was saved."
             )
         return [
             None if grad is None else grad.to(param.device, copy=True)
@@ -354,4 +355,4 @@ def _set_grads(params: list[Tensor], gradients: list[Tensor | None]) -> None:
 
 def _accumulation(batches: int, scaled: bool, params: int) -> str:
     """Describes the gradients of an unfinished accumulation, for comparison and for errors."""
-    return f"{batches} to a step, {'scaled' if scaled else 'unscaled'}, with {params} parameters"
+    return f"{batches} batches a step, {'scaled' if scaled else 'unscaled'} and {params} parameters"

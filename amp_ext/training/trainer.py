@@ -313,8 +313,8 @@ def _guard_for(config: MixedPrecisionConfig, optimizer: Any) -> NormGuard | None
         )
     if optimizer.norm_guard is not None:
         raise ValueError(
-            "MixedPrecisionTrainer: optimizer must have no norm_guard where the config has one, "
-            "got one of its own"
+            "MixedPrecisionTrainer: both the optimizer and the config have a norm_guard. Leave "
+            "one of them out."
         )
     return NormGuard(**config.norm_guard)
 
@@ -361,8 +361,8 @@ def _check_scheduler(scheduler: Any) -> None:
         inspect.signature(scheduler.step).bind()
     except TypeError:
         raise TypeError(
-            "MixedPrecisionTrainer: scheduler must step without a figure, got "
-            f"{type(scheduler).__name__}: step it yourself after each validation"
+            f"MixedPrecisionTrainer: step() of {type(scheduler).__name__} needs an argument, such "
+            "as the validation loss. Step this scheduler yourself after each validation."
         ) from None
 
 

@@ -161,8 +161,8 @@ uint32_t* StepScratch::block_counter(const at::Device& device) {
 void check_driver(const std::string& operation) {
   static const int version = cuda::driver_version();
   TORCH_CHECK(version >= cuda::kLeastDriverVersion, operation,
-              ": the GPU's driver must be that of CUDA 12.1 or later, got that of CUDA ",
-              version / 1000, ".", version % 1000 / 10);
+              ": the GPU's driver is that of CUDA ", version / 1000, ".", version % 1000 / 10,
+              ", which is too old. Update it to that of CUDA 12.1 or later.");
 }
 
 const DeviceEngine& cuda_engine() {

@@ -22,7 +22,8 @@ void check_torch_version(const std::string& operation) {
   const uint64_t built_for = TORCH_ABI_VERSION;
   static const uint64_t loaded = aoti_torch_abi_version();
   TORCH_CHECK(built_for >> 48 == loaded >> 48, operation, ": libamp_ext.so was built for torch ",
-              minor_release(built_for), ", but torch ", minor_release(loaded), " is loaded");
+              minor_release(built_for), ", but torch ", minor_release(loaded),
+              " is loaded. Rebuild amp_ext for the torch that is loaded.");
 }
 
 }  // namespace amp_ext

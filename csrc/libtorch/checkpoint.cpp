@@ -217,12 +217,12 @@ c10::IValue value_of(const std::string& operation, const std::vector<char>& byte
     const std::string reason =
         of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
     TORCH_CHECK(reason.find("Expected GenericDict") == std::string::npos, operation,
-                ": all dicts must be plain ones, got an OrderedDict, as "
-                "model.state_dict() is; write it in Python by torch.save(dict(model.state_dict()), "
-                "path)");
+                ": the file contains an OrderedDict, as model.state_dict() returns it, which "
+                "load_state() can't read. Write the file in Python with "
+                "torch.save(dict(model.state_dict()), path).");
     TORCH_CHECK(false, operation,
-                ": the file must be one that torch.save wrote, of plain dicts, "
-                "lists, numbers and tensors, got another: ",
+                ": the file is damaged, or torch.save did not write it from plain dicts, lists, "
+                "numbers and tensors. Load another file. The reader found: ",
                 reason.substr(0, reason.find('\n')));
   }
 }
@@ -303,8 +303,10 @@ void write(torch::serialize::OutputArchive& archive, const c10::IValue& state_di
 
 c10::IValue read(torch::serialize::InputArchive& archive, const char* operation) {
   at::Tensor tensor;
-  TORCH_CHECK(archive.try_read(kKey, tensor, /*is_buffer=*/true), operation,
-              ": the archive must be one that torch::save wrote of it, got another");
+  TORCH_CHECK(
+      archive.try_read(kKey, tensor, /*is_buffer=*/true), operation,
+      ": the archive does not contain the state of this class. Load an archive that torch::save "
+      "wrote of the same class.");
   const at::Tensor bytes = tensor.cpu().contiguous();
   const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
   return value_of(operation, std::vector<char>(begin, begin + bytes.numel()));

@@ -59,7 +59,7 @@ FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
 // Returns the private members. Throws on behalf of a method if the optimizer was moved from.
 FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
   TORCH_CHECK(impl_ != nullptr, c10::demangle(typeid(*this).name()), ".", operation,
-              ": the optimizer must have its parameters, got one that was moved from");
+              ": the optimizer was moved from. Use the object that it was moved to.");
   return *impl_;
 }
 
@@ -90,7 +90,7 @@ void FusedOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& pa
                 "some parameters appear in more than one parameter group");
     const size_t first = first_index.emplace(param, i).first->second;
     TORCH_CHECK(first == i, name, ": param ", i, " of group ", group,
-                " must be listed once, got it as param ", first, " already");
+                " is already listed as param ", first, ". List each parameter once.");
   }
   for (const auto& option : options.options()) options.given_.insert(option.name);
   // Doesn't call torch's add_param_group, which may drop the options.
@@ -113,9 +113,10 @@ const FusedOptions& FusedOptimizer::checked_options(size_t group) const {
   check_options_type(param_groups_[group].options(), group);
   const auto& options = static_cast<const FusedOptions&>(param_groups_[group].options());
   TORCH_CHECK(
-      !options.are_defaults_, impl_->optimizer_class.name, ": options of group ", group,
-      " must be its own, got the defaults: add groups by add_param_group of amp_ext::optim::",
-      impl_->optimizer_class.name, ", since that of torch::optim::Optimizer drops their options");
+      !options.are_defaults_, impl_->optimizer_class.name, ": group ", group,
+      " has no options of its own, because add_param_group() of torch::optim::Optimizer drops "
+      "them. Add the group with add_param_group() of amp_ext::optim::",
+      impl_->optimizer_class.name, ".");
   return options;
 }
 
@@ -126,7 +127,7 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
 // Checks the options of all groups, since a training loop may have changed them, and returns them.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   TORCH_CHECK(!param_groups_.empty(), impl_->optimizer_class.name,
-              ": param_groups must have a group, got none");
+              ": the optimizer has no parameter groups. Call add_param_group() first.");
   std::vector<PlacedOptions> groups;
   for (size_t i = 0; i < param_groups_.size(); ++i) {
     groups.push_back(

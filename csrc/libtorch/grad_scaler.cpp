@@ -151,7 +151,7 @@ struct GradScaler::State {
     if (ours == nullptr) return {std::shared_ptr<const void>(), &optimizer};
     auto key = ours->identity();
     TORCH_CHECK(key != nullptr, "GradScaler.", operation,
-                ": the optimizer must have its parameters, got one that was moved from");
+                ": the optimizer was moved from. Use the object that it was moved to.");
     return key;
   }
 
@@ -284,9 +284,9 @@ struct GradScaler::State {
 
   void update(const std::function<void()>& set) {
     check_scale("update");
-    TORCH_CHECK(!is_stepping,
-                "GradScaler.update: must be called after the steps of an iteration, "
-                "got a call inside of one");
+    TORCH_CHECK(
+        !is_stepping,
+        "GradScaler.update: update() was called inside step(). Call it after step() has returned.");
     std::vector<std::pair<int64_t, at::Tensor>> flags;
     bool had_reset = false;
     for (const Iteration& iteration : iterations) {
@@ -313,8 +313,8 @@ GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<Stat
   state_->enabled = options.enabled();
   if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
     TORCH_WARN(
-        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. Where the "
-        "CPU trains: GradScalerOptions().device(torch::kCPU).");
+        "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. To train on "
+        "the CPU, pass GradScalerOptions().device(torch::kCPU).");
     state_->enabled = false;
   }
   if (state_->enabled) check_options(options);
@@ -339,7 +339,7 @@ GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 
 GradScaler::State& GradScaler::checked(const char* operation) const {
   TORCH_CHECK(state_ != nullptr, "GradScaler.", operation,
-              ": the scaler must have its state, got one that was moved from");
+              ": the scaler was moved from. Use the object that it was moved to.");
   return *state_;
 }
 

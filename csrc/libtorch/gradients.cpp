@@ -120,8 +120,8 @@ NonfiniteCounts find_nonfinite(const torch::optim::Optimizer& optimizer, bool pa
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   const auto& groups = optimizer.param_groups();
   TORCH_CHECK(!groups.empty(),
-              "find_nonfinite: the optimizer must have a group of parameters, got none, as of one "
-              "that was moved from");
+              "find_nonfinite: the optimizer has no parameter groups. If it was moved from, pass "
+              "the object that it was moved to.");
   for (size_t group = 0; group < groups.size(); ++group) {
     for (size_t i = 0; i < groups[group].params().size(); ++i) {
       const at::Tensor& param = groups[group].params()[i];

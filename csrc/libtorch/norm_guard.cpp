@@ -90,8 +90,8 @@ void FusedOptimizer::norm_guard(std::shared_ptr<NormGuard> guard) {
   if (guard != nullptr) {
     const std::shared_ptr<const void> other = guard->optimizer_.lock();
     TORCH_CHECK(other == nullptr || other == identity(), impl.optimizer_class.name,
-                ": norm_guard must belong to one optimizer, got that of another: make a guard for "
-                "each");
+                ": norm_guard already belongs to another optimizer. Make a NormGuard for each "
+                "optimizer.");
     guard->optimizer_ = identity();
   }
   if (impl.norm_guard != nullptr && impl.norm_guard != guard) impl.norm_guard->optimizer_.reset();

@@ -278,10 +278,9 @@ c10::IValue FusedOptimizer::state_dict() const {
   for (const auto& [param, state] : state_) {
     const auto* const own = dynamic_cast<const FusedParamState*>(state.get());
     TORCH_CHECK(own == nullptr || registered.count(param) != 0, optimizer_class.name,
-                ".state_dict: state must be of parameters in param_groups, got one of shape ",
-                own->param_.sizes(),
-                " that is in no group: put it back, or drop its state, "
-                "optimizer.state().erase(param.unsafeGetTensorImpl())");
+                ".state_dict: a parameter of shape ", own->param_.sizes(),
+                " has a state but is in no group. Put the parameter back into a group, or delete "
+                "its state with optimizer.state().erase(param.unsafeGetTensorImpl()).");
   }
   insert_others(states, impl_->other_states);
   auto state_dict = new_dict();

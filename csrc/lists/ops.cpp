@@ -97,8 +97,9 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   } catch (c10::Error& error) {
     write_back();
     if (multiplied == 0) throw;
-    error.add_context(c10::str(operation, ": ", multiplied, " of ", grads.size(),
-                               " grads have been multiplied; compute all of them anew"));
+    error.add_context(c10::str(operation, ": the call failed after changing ", multiplied, " of ",
+                               grads.size(),
+                               " gradients. Call zero_grad() and run backward() again."));
     throw;
   }
   if (device.is_cpu() && inputs.factor() == 1.0f) return;  // a factor of 1 writes nothing

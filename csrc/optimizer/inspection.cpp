@@ -174,16 +174,16 @@ void Plan::remember_step() {
 void Plan::check_is_before_step() const {
   const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
   TORCH_CHECK(slots[0] != nullptr, checks_.operation,
-              ".inspect: there must be gradients to inspect, got none: call it between backward() "
-              "and step(), or inspect_next() at any time");
+              ".inspect: there are no gradients to inspect. Call inspect() after backward() and "
+              "before step(), or call inspect_next() at any time.");
   bool are_new = false;
   for (size_t i = 0; i < slots.size(); ++i) {
     const std::optional<SeenTensor>& stepped = stepped_grads_[i];
     are_new |= !stepped.has_value() || !stepped->is(slots[i]->grad(), slots[i]->grad_version());
   }
   TORCH_CHECK(are_new, checks_.operation,
-              ".inspect: there must be gradients to inspect, got those that the last step has "
-              "taken: call it between backward() and step(), or inspect_next() at any time");
+              ".inspect: the last step has already used these gradients. Call inspect() after "
+              "backward() and before step(), or call inspect_next() at any time.");
 }
 
 InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateStore& store) const {

@@ -84,9 +84,9 @@ bool NormStatistics::must_warn() {
 }
 
 const char* NormStatistics::warning() {
-  return "NormGuard: 64 norms in a row lie within 1e-4 of one value, as if gradients were clipped "
-         "before the optimizer, whose guard then sees no outlier: give max_grad_norm to the "
-         "optimizer, and no limit to the trainer";
+  return "NormGuard: 64 norms in a row lie within 1e-4 of one value. The gradients were probably "
+         "clipped before the optimizer, which hides outliers from the guard. Clip with "
+         "max_grad_norm of the optimizer, and turn off the clipping of the trainer.";
 }
 
 }  // namespace amp_ext

@@ -161,13 +161,12 @@ void ParamSlotChecks::check_buffers(const ParamSlot& slot) const {
 }
 
 void ParamSlotChecks::check_carries_no_scale(const ParamSlot& slot) const {
-  TORCH_CHECK(!slot.seen_grad_is_scaled || !slot.grad_is_as_seen(), operation, ": ",
-              name_of(slot, kGrad),
-              " must be new or unscaled, got one that still carries its scale: "
-              "scaler.step(optimizer) has already taken this gradient: do not call "
-              "optimizer.step() as well, and call zero_grad() before the next backward pass; where "
-              "it was unscaled in a way that torch does not count, such as through .data, let an "
-              "in-place operation follow that torch counts: grad.mul_(1)");
+  TORCH_CHECK(
+      !slot.seen_grad_is_scaled || !slot.grad_is_as_seen(), operation, ": ", name_of(slot, kGrad),
+      " still carries the loss scale, because scaler.step(optimizer) has already used this "
+      "gradient. Don't call optimizer.step() as well, and call zero_grad() before the next "
+      "backward(). If you unscaled the gradient in a way that torch does not count, such as "
+      "through .data, add an in-place operation that torch counts: grad.mul_(1).");
 }
 
 }  // namespace amp_ext

@@ -19,13 +19,13 @@ namespace amp_ext {
 namespace {
 
 constexpr const char* kHowToGoOn =
-    "load a checkpoint into the model, and into the optimizer with load_state_dict()";
+    "Load a checkpoint into the model and the optimizer with load_state_dict()";
 
 }  // namespace
 
 std::string Plan::Progress::text() const {
-  std::string text = c10::str(stepped, " of ", params, " parameters have been stepped");
-  if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " in part");
+  std::string text = c10::str(stepped, " of ", params, " parameters");
+  if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " more in part");
   return text;
 }
 
@@ -39,15 +39,15 @@ Plan::Lock::Lock(Plan& plan, const char* operation) : plan_(plan) {
   const auto thread = std::this_thread::get_id();
   std::thread::id user;
   const std::string& optimizer = plan.checks_.operation;
-  TORCH_CHECK(plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation,
-              ": must be called by one thread at a time, got a call by thread ", thread,
-              " while thread ", user, " is in one");
+  TORCH_CHECK(
+      plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation, ": thread ",
+      thread, " called the optimizer while thread ", user,
+      " was inside a call of it. Let one thread at a time use it, for example with a lock.");
   if (plan.failure_.empty() && !plan.is_swapped_in_) return;
   plan.user_ = std::thread::id();
   plan.check_not_swapped_in(operation);
-  TORCH_CHECK(false, optimizer, ".", operation,
-              ": parameters must be as a whole step leaves them, got a step that failed: ",
-              plan.failure_, "; ", kHowToGoOn);
+  TORCH_CHECK(false, optimizer, ".", operation, ": an earlier step failed after updating ",
+              plan.failure_, ". ", kHowToGoOn, ".");
 }
 
 Plan::Lock::~Lock() {
@@ -81,7 +81,7 @@ void Plan::set_guard(std::shared_ptr<NormStatistics> guard) {
 
 void Plan::set_tracks_grad_norms(bool tracks) {
   TORCH_CHECK(user_.load() == std::thread::id(), checks_.operation,
-              ": track_grad_norms must be set between steps, got it amid one");
+              ": track_grad_norms was set during a step. Set it between steps.");
   tracks_grad_norms_ = tracks;
 }
 
@@ -226,9 +226,11 @@ void Plan::let_go() {
 
 std::string Plan::note_of_failure() const {
   if (checks_.naming == Naming::kLists) {
-    return failure_ + "; restore them with their states before the next step";
+    return c10::str("the step failed after updating ", failure_,
+                    ". Restore the parameters and their states before the next step.");
   }
-  return c10::str(failure_, "; ", kHowToGoOn, ": until then it refuses to step");
+  return c10::str("the step failed after updating ", failure_, ". ", kHowToGoOn,
+                  "; until then the optimizer refuses to step.");
 }
 
 // Makes all checks and allocations before the first launch, because a launch can't be undone.
@@ -494,7 +496,8 @@ OptimizerKernel Plan::kernel_of(const ParamSlot& slot, const GroupTable& table) 
   const auto kernel = table.kernel(slot.number_of_buffers);
   TORCH_CHECK(slot.state_dtype == slot.param().scalar_type() && kernel.has_value(),
               checks_.operation, ": ", checks_.name_of(slot, kParam),
-              " has the state of no kernel, got ", slot.number_of_buffers, " buffers");
+              " has a state that fits no kernel, with ", slot.number_of_buffers,
+              " buffers. Remove what you added to its state, and call optimizer.rebuild().");
   return *kernel;
 }
 

@@ -207,8 +207,8 @@ void Plan::forget_writes(const SwapEnd& end) {
 
 void check_weights_are_in(const std::string& operation, bool is_swapped) {
   TORCH_CHECK(!is_swapped, operation,
-              ": parameters must hold the weights in training, got their averages: leave "
-              "WeightAverage.swap() first");
+              ": the parameters hold their averages, because a WeightAverage.swap() is active. "
+              "Leave the swap first.");
 }
 
 WeightAverages::WeightAverages(AverageOptions options) : options_(std::move(options)) {
@@ -223,10 +223,10 @@ bool WeightAverages::fits(const Average& average, const AveragedWeight& weight) 
 }
 
 void WeightAverages::check(const Average& average, const AveragedWeight& weight) const {
-  TORCH_CHECK(fits(average, weight), kOperation, ": ", name_of(weight), " must be ",
+  TORCH_CHECK(fits(average, weight), kOperation, ": ", name_of(weight), " was ",
               average.param_dtype, " of sizes ", average.tensor.sizes(), " on ",
-              average.tensor.device(), ", as when its average began, got ", described(weight.param),
-              ": call restart()");
+              average.tensor.device(), " when its average began, and is now ",
+              described(weight.param), ". Call restart() to begin a new average.");
 }
 
 // Returns the entry of a device; adds one with counters of 0 if there is none.
@@ -395,9 +395,9 @@ SwapEnd WeightAverages::swap_out() {
   SwapEnd end;
   for (const Replaced& one : replaced_) {
     try {
-      TORCH_CHECK(are_alike(one.tensor, one.saved), "WeightAverage.swap: ", one.name, " must be ",
-                  described(one.saved), ", as before it, got ", described(one.tensor),
-                  ": it was not put back");
+      TORCH_CHECK(are_alike(one.tensor, one.saved), "WeightAverage.swap: ", one.name, " was ",
+                  described(one.saved), " before the swap and is now ", described(one.tensor),
+                  ", so it was not restored. Convert the model outside the swap.");
       one.tensor.copy_(one.saved);
     } catch (...) {
       if (end.failure == nullptr) end.failure = std::current_exception();
@@ -443,7 +443,7 @@ void WeightAverages::load(const std::string& operation, const std::vector<at::Te
   TORCH_CHECK_VALUE(n_averaged >= 0, operation, ": n_averaged must be at least 0, got ",
                     n_averaged);
   TORCH_CHECK_VALUE(n_averaged <= steps, operation, ": n_averaged must be at most ", steps,
-                    ", the steps that have landed, got ", n_averaged);
+                    ", the number of applied steps, got ", n_averaged);
   TORCH_CHECK_VALUE(averages.size() == averages_.size(), operation, ": averages must be of ",
                     averages_.size(), " parameters, got ", averages.size());
   for (size_t i = 0; i < averages.size(); ++i) {

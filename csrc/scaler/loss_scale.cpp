@@ -253,10 +253,10 @@ void LossScale::check_scales() {
   if (report.nonfinite_update <= warned_of_different_scales_) return;
   warned_of_different_scales_ = report.nonfinite_update;
   TORCH_CHECK(false,
-              "GradScaler: the scale must be the same on all ranks of process_group, got others; "
-              "here it is ",
+              "GradScaler: the scale differs between the ranks of process_group, so all ranks "
+              "skipped their steps; on this rank it is ",
               report.scale, " after update ", report.updates,
-              ". All ranks have skipped their steps: load the scaler's state on every one of them");
+              ". Load the scaler's state on every rank.");
 }
 
 std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {

@@ -45,9 +45,9 @@ GradsByDevice grads_by_device(const TensorList& params, TensorList grads, bool a
 
 void ScaledIteration::check_needs_no_reset(const std::string& operation) const {
   TORCH_CHECK(!needs_reset, "GradScaler.", operation,
-              ": the iteration must not be spent, got an exception in it when gradients or "
-              "parameters may have been written: call optimizer.zero_grad() and update(), and "
-              "backward anew");
+              ": an earlier unscale_() or step() of this optimizer was interrupted and may have "
+              "changed gradients or parameters. Call optimizer.zero_grad() and scaler.update(), "
+              "then run backward() again.");
 }
 
 template <typename Predicate>
@@ -69,8 +69,8 @@ void ScaledIteration::check_still_scaled(const std::string& operation, const Sca
            (other.loss_was_scaled_ ? entry->is(each) : entry->has_place_of(each));
   });
   TORCH_CHECK(!index.has_value(), "GradScaler.", operation, ": the gradient of ", name_of(*index),
-              " must carry the scale, got one that was unscaled with another optimizer, which has "
-              "this parameter too: give each parameter to one optimizer");
+              " was already unscaled with another optimizer, which has the same parameter. Give "
+              "each parameter to one optimizer.");
 }
 
 void ScaledIteration::check_unscaled(const std::vector<ParamGrad>& grads) const {
@@ -78,15 +78,15 @@ void ScaledIteration::check_unscaled(const std::vector<ParamGrad>& grads) const 
   const auto late =
       first(grads, [](const Entry* entry, const ParamGrad&) { return entry == nullptr; });
   TORCH_CHECK(!late.has_value(), "GradScaler: the gradient of ", name_of(*late),
-              " must be there when unscale_() is called, got it later: it may still be scaled");
+              " appeared after unscale_() and may still be scaled. Run every backward() before "
+              "unscale_().");
   if (!loss_was_scaled_) return;
   const auto written = first(grads, [](const Entry* entry, const ParamGrad& each) {
     return entry != nullptr && each.grad.has_storage() && !entry->is(each);
   });
   TORCH_CHECK(!written.has_value(), "GradScaler: the gradient of ", name_of(*written),
-              " must be as unscale_() left it when the next loss is scaled, got one that was "
-              "written or replaced since: it may carry the scale; call optimizer.zero_grad() and "
-              "update(), and backward anew");
+              " was changed after unscale_() and a later scale(), so it may carry the scale again. "
+              "Call optimizer.zero_grad() and scaler.update(), then run backward() again.");
 }
 
 void ScaledIteration::on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped) {

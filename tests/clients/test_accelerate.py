@@ -196,7 +196,7 @@ def test_what_cannot_take_our_scaler_is_refused(monkeypatch):
     with pytest.raises(TypeError, match=message):
         use_scaler(accelerator, torch.amp.GradScaler("cpu"))
     accelerator.prepare(make_sgd())
-    with pytest.raises(RuntimeError, match=r"before accelerator\.prepare, got .* 1 prepared"):
+    with pytest.raises(RuntimeError, match=r"accelerator\.prepare\(\) has already prepared 1"):
         use_scaler(accelerator)
     sharded = accelerate.utils.DistributedType.FSDP  # brings its own scaling
     monkeypatch.setattr(accelerator.state, "distributed_type", sharded)

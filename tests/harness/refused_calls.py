@@ -458,8 +458,8 @@ RUNTIME_ERRORS: list[Row] = [
         optimizer("SGD", ("gradient", "parameter"), STEP, write_back_grads=True),
     ),
     (
-        "GradScaler: the gradient of group 0, param 0 must be there when unscale_() is called, "
-        "got it later: it may still be scaled",
+        "GradScaler: the gradient of group 0, param 0 appeared after unscale_() and may still be "
+        "scaled. Run every backward() before unscale_().",
         {
             "groups": TWO,
             "calls": [
@@ -606,7 +606,7 @@ VALUE_ERRORS: list[Row] = [
     # Groups, and what a loop writes into one.
     ("optimizer got an empty parameter list", groups()),
     (
-        "AdamW: param 2 of group 0 must be listed once, got it as param 1 already",
+        "AdamW: param 2 of group 0 is already listed as param 1. List each parameter once.",
         groups({"params": [0, 1, 1]}),
     ),
     (

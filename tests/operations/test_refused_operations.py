@@ -63,8 +63,8 @@ def test_a_step_that_is_refused_in_the_middle_says_how_many_it_stepped(
                 assert same_bits(lists[name][index], expected), f"{name}[{index}]"
         found.append(sum(stepped))
         words = (
-            f"{WORDS} ({operation}: {sum(stepped)} of 3 parameters have been stepped; restore them "
-            "with their states before the next step)"
+            f"{WORDS} ({operation}: the step failed after updating {sum(stepped)} of 3 parameters. "
+            "Restore the parameters and their states before the next step.)"
         )
         assert message == (words if any(stepped) else WORDS)
     assert found == ([0, 0, 2] if options_of_all else [0, 2])
@@ -103,7 +103,9 @@ def test_gradients_of_a_refused_launch_are_as_before_and_the_message_counts_the_
         for grad, old, is_written in zip(grads, before, written, strict=True):
             assert is_written or same_bits(grad, old)
         found.append(sum(written))
-        words = f"{WORDS} ({name}: {sum(written)} of 5 grads have been multiplied; compute all of"
+        words = (
+            f"{WORDS} ({name}: the call failed after changing {sum(written)} of 5 gradients. Call"
+        )
         assert message == WORDS if not any(written) else message.startswith(words)
     assert found == [0, 2, 3, 4]
 
@@ -117,7 +119,7 @@ def test_lists_of_several_launches_are_written_up_to_the_refused_one(emulated):
 
     messages = list(refused(call))
     assert len(messages) >= 2  # an older driver takes fewer at once
-    written = int(re.search(rf"\(unscale_: (\d+) of {COUNT} grads", messages[1])[1])
+    written = int(re.search(rf"changing (\d+) of {COUNT} gradients", messages[1])[1])
     assert 0 < written < COUNT
 
     with pytest.raises(torch.AcceleratorError), refusing_launch(1):
@@ -151,6 +153,9 @@ def refused_by_an_old_driver() -> list[str]:
 def test_an_old_driver_is_named(under_isa, monkeypatch, emulated):
     monkeypatch.setenv("CUDA_EMULATOR_DRIVER_VERSION", "12000")
     _, messages = under_isa(refused_by_an_old_driver, None)
-    words = "the GPU's driver must be that of CUDA 12.1 or later, got that of CUDA 12.0"
+    words = (
+        "the GPU's driver is that of CUDA 12.0, which is too old. Update it to that of CUDA 12.1 "
+        "or later."
+    )
     operations = ("sgd_", "check_finite_", "count_nonfinite", "unscale_")
     assert messages == [f"{operation}: {words}" for operation in operations]

@@ -146,7 +146,7 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_written():
         with pytest.raises((TypeError, ValueError), match=text):
             average.copy_to(model)
     nameless = WeightAverage(optimizer)
-    assert_refused_by_each(nameless, other, file, RuntimeError, "model must be given to WeightAv")
+    assert_refused_by_each(nameless, other, file, RuntimeError, "this average has no model")
     with pytest.raises(ValueError, match=r"model must have all parameters .* without param 0"):
         WeightAverage(optimizer, model=other)
     optimizer.add_param_group({"params": [Parameter(torch.ones(7))]})
@@ -172,7 +172,7 @@ def test_a_load_takes_all_or_nothing(device):
         ("averages", [first.long(), second], r"\[0\] must be floating-point numbers, got Long"),
         ("steps", 1.0, "must be a whole number, got 1.0"),
         ("n_averaged", torch.ones(2), "must be a whole number, got tensor"),
-        ("n_averaged", 2, "must be at most 1, the steps that have landed, got 2"),
+        ("n_averaged", 2, "must be at most 1, the number of applied steps, got 2"),
         ("n_averaged", -1, "must be at least 0, got -1"),
     ):
         words = f"WeightAverage.load_state_dict: {name} ?{text}"
@@ -271,7 +271,7 @@ def test_names_are_those_of_the_state_dict_whatever_it_has_under_them():
     with pytest.raises(ValueError, match=r"^WeightAverage.copy_to: 0.weight of model must be"):
         average.copy_to(copied)
     model.register_state_dict_post_hook(renaming)
-    text = "state_dict.. of model must have param 0 under its name '0.w"
+    text = "state_dict.. of model lacks param 0, '0.w"
     assert_refused_by_each(average, copied, theirs.state_dict(), ValueError, text)
     assert same_bits(copied[0].weight, before)
 

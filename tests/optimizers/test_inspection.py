@@ -289,11 +289,13 @@ def test_an_inspection_keeps_the_look_of_a_scaler(device):
 
 def test_there_is_nothing_to_inspect_but_before_a_step(device):
     optimizer = make("AdamW", F32, device)
-    got_none = "^AdamW.inspect: there must be gradients to inspect, got none: call it between"
+    got_none = (
+        "^AdamW.inspect: there are no gradients to inspect. Call inspect.. after backward.. and"
+    )
     with pytest.raises(RuntimeError, match=got_none):
         optimizer.inspect()
     scaler = amp_ext.GradScaler(device.type, 4.0)
-    with pytest.raises(RuntimeError, match="scaler must have scaled the loss of these"):
+    with pytest.raises(RuntimeError, match="inspect: this scaler has not scaled a loss yet"):
         optimizer.inspect(scaler)
     with pytest.raises(TypeError, match="scaler must be a torch"):
         optimizer.inspect(optimizer)
@@ -301,12 +303,16 @@ def test_there_is_nothing_to_inspect_but_before_a_step(device):
         scale_grads(with_grads(optimizer), scaler)
         optimizer.inspect()
         step()
-        with pytest.raises(RuntimeError, match="got those that the last step has taken"):
+        with pytest.raises(
+            RuntimeError, match="inspect: the last step has already used these gradients"
+        ):
             optimizer.inspect()
-    with pytest.raises(RuntimeError, match=r"got those that scaler\.step\(\) has"):
+    with pytest.raises(RuntimeError, match=r"inspect: scaler\.step\(\) has already used these"):
         optimizer.inspect(scaler)
     scaler.update()
-    with pytest.raises(RuntimeError, match="got those that the last step has taken"):
+    with pytest.raises(
+        RuntimeError, match="inspect: the last step has already used these gradients"
+    ):
         optimizer.inspect(scaler)
     optimizer.zero_grad(set_to_none=False)  # they are written, if with zeros
     assert optimizer.inspect(scaler).params

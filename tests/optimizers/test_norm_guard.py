@@ -245,7 +245,7 @@ def test_it_is_an_attribute_of_one_optimizer(device):
     _param, optimizer = one_param(device, norm_guard=guard)
     assert optimizer.norm_guard is guard
     assert "norm_guard" not in optimizer.param_groups[0] | optimizer.defaults
-    message = r"^SGD: norm_guard must belong to one optimizer, got that of another: make a"
+    message = r"^SGD: norm_guard already belongs to another optimizer\. Make a NormGuard for"
     with pytest.raises(ValueError, match=message):
         one_param(device, norm_guard=guard)
     with pytest.raises(TypeError, match=r"^SGD: norm_guard must be a NormGuard or None, got 6$"):
@@ -375,12 +375,14 @@ def test_only_a_step_with_gradients_counts(device):
 def test_a_guard_is_taken_where_a_step_has_failed(device):
     """By a copy, too, which refuses to step as the optimizer does."""
     _, optimizer = one_param(device, norm_guard=NormGuard())
-    state = optimizer.__getstate__() | {"_progress": "1 of 2 parameters have been stepped"}
+    state = optimizer.__getstate__() | {"_progress": "1 of 2 parameters"}
     other = copy.copy(optimizer)
     other.__setstate__(state)
     assert other.norm_guard is not None
     other.norm_guard = other.norm_guard
-    with pytest.raises(RuntimeError, match="got a step that failed"):
+    with pytest.raises(
+        RuntimeError, match="an earlier step failed after updating 1 of 2 parameters"
+    ):
         step_with(other, 1.0)
 
 

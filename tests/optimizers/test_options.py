@@ -368,9 +368,8 @@ def test_a_state_whose_parameter_left_the_groups_is_named(name, options, save):
     left = optimizer.param_groups[0]["params"].pop(0)
     cases.train([optimizer])
     words = (
-        rf"^{name}.state_dict: state must be of parameters in param_groups, got one of shape "
-        r"\(3, 2\) that is in no group: put it back, or drop its state, "
-        r"del optimizer.state\[param\]"
+        rf"^{name}.state_dict: a parameter of shape \(3, 2\) has a state but is in no group. Put "
+        r"the parameter back into a group, or delete its state with del optimizer.state\[param\]."
     )
     with pytest.raises(ValueError, match=words):
         save(optimizer)

@@ -104,7 +104,7 @@ def test_parameters_that_can_not_be_read_again_are_refused(container, reader, st
 def test_a_constructor_refuses_a_set(name, container):
     """torch takes it; from 2.15 on it warns."""
     message = (
-        rf"^{name}: params must have an order that stays, as in a list, got a {container.__name__}$"
+        rf"^{name}: params must be in a fixed order, as in a list, got a {container.__name__}$"
     )
     with pytest.raises(TypeError, match=message):
         ours(name)(container(make_params(F32)))

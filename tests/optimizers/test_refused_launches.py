@@ -26,8 +26,9 @@ Optimizer = torch.optim.Optimizer
 # Options of a second group, by which it takes another kernel.
 OTHER_KERNEL = {"Adam": {"amsgrad": False}, "AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.0}}
 SHAPES = [(5, 3), (4097,), ()]
-NOTE = r"^{}\.step: (\d+) of (\d+) parameters have been stepped(?:, and (\d+) in part)?; load a "
-REFUSED = r"^{}\.{}: parameters must be as a whole step leaves them, got a step that failed: "
+COUNTS = r"(\d+) of (\d+) parameters(?:, and (\d+) more in part)?"
+NOTE = rf"^{{}}\.step: the step failed after updating {COUNTS}\. Load a "
+REFUSED = rf"^{{}}\.{{}}: an earlier step failed after updating {COUNTS}\. Load a checkpoint "
 SCALERS = {"ours": amp_ext.GradScaler, "torch": torch.amp.GradScaler}
 SCALE = 4.0
 
@@ -121,7 +122,7 @@ def failed_steps(
 
 def assert_is_refused(optimizer: Any, operation: str = "step", *arguments: Any) -> None:
     words = REFUSED.format(type(optimizer).__name__, operation)
-    with pytest.raises(RuntimeError, match=words + r".*load_state_dict\(\)$"):
+    with pytest.raises(RuntimeError, match=words + r".*load_state_dict\(\)\.$"):
         getattr(optimizer, operation)(*arguments)
 
 
@@ -171,7 +172,10 @@ def test_a_refused_launch_leaves_each_parameter_whole(
         assert all(left != right for left, right in zip(old, new, strict=True))
         seen.add(sum(new))
         if not any(new):
-            note = f"{name}.step: nothing has been stepped; parameters and states are as before"
+            note = (
+                f"{name}.step: no parameter or state was changed. Free memory if it ran out, then "
+                "step again."
+            )
             assert getattr(error, "__notes__", [note]) == [note]  # none in the look of a scaler
             step(optimizer)
             assert all(map(are_same, bits_of(optimizer), wanted))
@@ -270,12 +274,12 @@ def test_a_scaler_does_not_step_a_second_time(kind, emulated):
         scaler.step(optimizer)
     left = bits_of(optimizer)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"iteration must not be spent|as a whole step"):
+        with pytest.raises(RuntimeError, match=r"was interrupted|an earlier step failed"):
             scaler.step(optimizer)
     assert all(map(are_same, bits_of(optimizer), left))
     scaler.update()
     give_grads(optimizer)
-    with pytest.raises(RuntimeError, match="parameters must be as a whole step leaves them"):
+    with pytest.raises(RuntimeError, match="an earlier step failed after updating"):
         scaler.step(optimizer)
 
 

@@ -53,11 +53,11 @@ def has_leftovers(optimizer: Any) -> bool:
 # Gradients that a step has left with their scale.
 
 CARRIES_A_SCALE = (
-    r"^%s: grad of group 0, param 1 must be new or unscaled, got one that still carries its scale: "
-    r"scaler\.step\(optimizer\) has already taken this gradient: do not call optimizer\.step\(\) "
-    r"as well, and call zero_grad\(\) before the next backward pass; where it was unscaled in a "
-    r"way that torch does not count, such as through \.data, let an in-place operation follow that "
-    r"torch counts: grad\.mul_\(1\)$"
+    r"^%s: grad of group 0, param 1 still carries the loss scale, because "
+    r"scaler\.step\(optimizer\) has already used this gradient\. Don't call optimizer\.step\(\) "
+    r"as well, and call zero_grad\(\) before the next backward\(\)\. If you unscaled the gradient "
+    r"in a way that torch does not count, such as through \.data, add an in-place operation that "
+    r"torch counts: grad\.mul_\(1\)\.$"
 )
 
 
@@ -89,7 +89,7 @@ def test_gradients_in_one_buffer_are_told_apart(device):
     params_of(first)[0].grad, params_of(second)[0].grad = flat[:3], flat[3:]
     scaler.step(first)
     second.step()  # has taken none of them
-    with pytest.raises(RuntimeError, match="got one that still carries its scale"):
+    with pytest.raises(RuntimeError, match="still carries the loss scale"):
         first.step()
     flat.div_(4.0)
     first.step()
@@ -148,7 +148,7 @@ def replace_grads(optimizer: Any, *_: Any) -> None:
         param.grad = param.grad * 2.0
 
 
-WRITES_SCALED = "SGD: a hook before the step has written gradients that carry the scale of the gr"
+WRITES_SCALED = "SGD: a step pre-hook has changed gradients that still carry the loss scale. Set"
 
 
 @pytest.mark.parametrize("hook", [clip, replace_grads])
@@ -230,8 +230,9 @@ def interrupt(*_: Any) -> None:
 def assert_needs_reset(scaler: Any, optimizer: Any) -> None:
     for call in (scaler.step, scaler.unscale_):
         wanted = (
-            rf"^GradScaler\.{call.__name__}: the iteration must not be spent, .*: call "
-            r"optimizer\.zero_grad\(\) and update\(\), and backward anew$"
+            rf"^GradScaler\.{call.__name__}: an earlier unscale_\(\) or step\(\) of this optimizer "
+            r"was interrupted and may have changed gradients or parameters\. Call "
+            r"optimizer\.zero_grad\(\) and scaler\.update\(\), then run backward\(\) again\.$"
         )
         with pytest.raises(RuntimeError, match=wanted):
             call(optimizer)
@@ -288,7 +289,9 @@ def test_an_object_that_hides_its_optimizer_is_refused(base, device):
             raise AttributeError(name)
 
     optimizer, scaler = filled(4.0, device, fused_sgd), ready(device)
-    message = r"^GradScaler\.step: optimizer must show .*, got Hiding, which hides it"
+    message = (
+        r"^GradScaler\.step: the scaler can't find the optimizer inside Hiding\. Pass the inner"
+    )
     hiding = Hiding(optimizer)
     for _ in range(2):  # a refusal changes nothing
         with pytest.raises(TypeError, match=message):
@@ -348,7 +351,7 @@ def test_a_second_step_with_what_was_handed_over_is_refused(device):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
     wrapper = cases.Delegating(optimizer)
     wrapper.step = lambda: (optimizer.step(), optimizer.step())
-    message = r"^SGD: a step of the gradient scaler must step the optimizer once, got a second"
+    message = r"^SGD: step\(\) was called twice in one scaler\.step\(\), with the same gradients"
     with pytest.raises(RuntimeError, match=message):
         scaler.step(wrapper)
     assert values(optimizer) == [0.5] * 3

@@ -20,7 +20,7 @@ REFUSALS = (
     "unscale_() has already been called on this optimizer since the last update().",
     "unscale_() is being called after step().",
     "No inf checks were recorded prior to update.",
-    "the iteration must not be spent, got an exception in it",
+    "an earlier unscale_() or step() of this optimizer was interrupted",
 )
 
 

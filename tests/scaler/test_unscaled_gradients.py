@@ -230,9 +230,9 @@ def test_what_a_client_writes_into_a_state_holds_for_both(make, wrap, device):
 # Gradients that come after unscale_.
 
 MAY_CARRY_THE_SCALE = (
-    "GradScaler: the gradient of group 0, param 0 must be as unscale_() left it when the next loss "
-    "is scaled, got one that was written or replaced since: it may carry the scale; call "
-    "optimizer.zero_grad() and update(), and backward anew"
+    "GradScaler: the gradient of group 0, param 0 was changed after unscale_() and a later "
+    "scale(), so it may carry the scale again. Call optimizer.zero_grad() and scaler.update(), "
+    "then run backward() again."
 )
 
 
@@ -278,9 +278,8 @@ def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_ste
         calls["step"] = scaler.step
     for name, call in calls.items():
         assert error_of(RuntimeError, call, second) == (
-            f"GradScaler.{name}: the gradient of group 0, param 1 must carry the scale, got one "
-            "that was unscaled with another optimizer, which has this parameter too: give each "
-            "parameter to one optimizer"
+            f"GradScaler.{name}: the gradient of group 0, param 1 was already unscaled with "
+            "another optimizer, which has the same parameter. Give each parameter to one optimizer."
         )
     assert values(first) == before
     if has_stepped:

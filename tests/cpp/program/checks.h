@@ -120,8 +120,9 @@ AMP_EXT_CHECK(options_of_others_are_refused) {
     CHECK_REFUSED(optimizer.master_params(), words);
   };
   const std::string defaults =
-      "SGD: options of group 1 must be its own, got the defaults: add groups by add_param_group of "
-      "amp_ext::optim::SGD, since that of torch::optim::Optimizer drops their options";
+      "SGD: group 1 has no options of its own, because add_param_group() of "
+      "torch::optim::Optimizer drops them. Add the group with add_param_group() of "
+      "amp_ext::optim::SGD.";
   refuses(defaults);
   CHECK_REFUSED(optimizer.state_dict(), defaults);
   optimizer.param_groups()[1].set_options(std::make_unique<theirs::SGDOptions>(0.5));
@@ -136,7 +137,7 @@ AMP_EXT_CHECK(options_of_others_are_refused) {
   options_in<SGDOptions>(optimizer).skip_nonfinite(true);
   CHECK_REFUSED(optimizer.step(), "SGD: skip_nonfinite must be the same in all groups");
   optimizer.param_groups().clear();
-  refuses("SGD: param_groups must have a group, got none");
+  refuses("SGD: the optimizer has no parameter groups. Call add_param_group() first.");
   CHECK_REFUSED(SGD(std::vector<torch::Tensor>(), 0.5), "optimizer got an empty parameter list");
 }
 
@@ -165,9 +166,10 @@ AMP_EXT_CHECK(states_stay_where_they_are) {
   const Dict of_param = saved.toGenericDict().at("state").toGenericDict().at(0).toGenericDict();
   CHECK_THAT(of_param.at("step").toTensor().item<double>() == 1.0);
   optimizer.param_groups()[0].params().erase(optimizer.param_groups()[0].params().begin());
-  CHECK_REFUSED(optimizer.state_dict(),
-                "AdamW.state_dict: state must be of parameters in param_groups, got one of shape "
-                "[1] that is in no group: put it back, or drop its state");
+  CHECK_REFUSED(
+      optimizer.state_dict(),
+      "AdamW.state_dict: a parameter of shape [1] has a state but is in no group. Put the "
+      "parameter back into a group, or delete its state");
 }
 
 AMP_EXT_CHECK(a_parameter_that_is_gone_leaves_no_state_to_another) {
@@ -265,7 +267,7 @@ AMP_EXT_CHECK(what_was_moved_from_says_so) {
   AdamW second = std::move(optimizer);
   const auto closure = []() -> torch::Tensor { throw std::logic_error("which is not evaluated"); };
   std::stringstream stream;
-  const std::string words = ": the optimizer must have its parameters, got one that was moved from";
+  const std::string words = ": the optimizer was moved from. Use the object that it was moved to.";
   for (const auto& call : Calls{
            [&] { optimizer.add_param_group(std::vector{param}); }, [&] { optimizer.step(closure); },
            [&] { optimizer.step_scaled(one, none); }, [&] { optimizer.scan_gradients(none, one); },
@@ -282,7 +284,8 @@ AMP_EXT_CHECK(what_was_moved_from_says_so) {
   CHECK_REFUSED(scaler.step(optimizer), "GradScaler.step" + words);
   CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_" + words);
   CHECK_REFUSED(scaler.last_step_skipped(&optimizer), "GradScaler.last_step_skipped" + words);
-  CHECK_REFUSED(amp_ext::find_nonfinite(optimizer), "must have a group of parameters, got none");
+  CHECK_REFUSED(amp_ext::find_nonfinite(optimizer),
+                "find_nonfinite: the optimizer has no parameter groups.");
   optimizer = std::move(second);  // which has its parameters again
   AdamW& same_optimizer = optimizer;
   optimizer = std::move(same_optimizer);
@@ -299,7 +302,7 @@ AMP_EXT_CHECK(what_was_moved_from_says_so) {
              [&] { scaler.get_growth_interval(); }, [&] { scaler.set_growth_interval(5); },
              [&] { scaler.last_step_skipped(); }, [&] { scaler.stats(/*wait=*/true); },
              [&] { scaler.state_dict(); }, [&] { scaler.load_state_dict(of_scale); }}) {
-    CHECK_REFUSED(call(), ": the scaler must have its state, got one that was moved from");
+    CHECK_REFUSED(call(), ": the scaler was moved from. Use the object that it was moved to.");
   }
   scaler = std::move(other);
   GradScaler& same_scaler = scaler;
@@ -365,7 +368,7 @@ inline void check_steps_of(theirs::Optimizer& optimizer, torch::Tensor& param, G
   fails = true;
   give_grad(param, scaler, 2.0);
   CHECK_REFUSED(scaler.step(optimizer), "afterwards");
-  const std::string spent = ": the iteration must not be spent";
+  const std::string spent = ": an earlier unscale_() or step() of this optimizer was interrupted";
   CHECK_REFUSED(scaler.step(optimizer), "GradScaler.step" + spent);
   CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_" + spent);
   scaler.update();
@@ -386,7 +389,7 @@ AMP_EXT_CHECK(steps_of_others_are_skipped_or_spend_the_iteration) {
       scaler.step(*others.back());
     }
     CHECK_THAT(torch::GradMode::is_enabled());
-    CHECK_REFUSED(scaler.update(), "got a call inside of one");
+    CHECK_REFUSED(scaler.update(), "update() was called inside step().");
     TORCH_CHECK(!fails, "afterwards");
   });
   check_steps_of(odd, param, scaler, fails);
@@ -444,7 +447,9 @@ AMP_EXT_CHECK(unscaling_in_part_spends_the_iteration) {
   give_grad(param, scaler, 1.0);
   elsewhere.mutable_grad() = torch::ones({1}, torch::kMeta);
   CHECK_REFUSED(scaler.unscale_(optimizer), "");
-  CHECK_REFUSED(scaler.unscale_(optimizer), "GradScaler.unscale_: the iteration must not be spent");
+  CHECK_REFUSED(
+      scaler.unscale_(optimizer),
+      "GradScaler.unscale_: an earlier unscale_() or step() of this optimizer was interr");
   CHECK_THAT(param.grad().item<double>() == 1.0);
   optimizer.zero_grad();
   scaler.update();  // without any look
@@ -464,8 +469,8 @@ AMP_EXT_CHECK(gradients_are_unscaled_once) {
   theirs::SGD other({param}, theirs::SGDOptions(1.0));
   GradScaler scaler = cpu_scaler();
   const std::string twice =
-      ": the gradient of group 0, param 0 must carry the scale, got one that was unscaled with "
-      "another optimizer";
+      ": the gradient of group 0, param 0 was already unscaled with another optimizer, which has "
+      "the same parameter. Give each parameter to one optimizer.";
   give_grad(param, scaler, 1.0);
   scaler.unscale_(optimizer);
   CHECK_REFUSED(scaler.step(other), "GradScaler.unscale_" + twice);
@@ -478,7 +483,7 @@ AMP_EXT_CHECK(gradients_are_unscaled_once) {
   scaler.step(optimizer);
   optimizer.rebuild();
   optimizer.load_state_dict(optimizer.state_dict());
-  CHECK_REFUSED(optimizer.step(), "SGD: grad of group 0, param 0 must be new or unscaled, got one");
+  CHECK_REFUSED(optimizer.step(), "SGD: grad of group 0, param 0 still carries the loss scale");
 }
 
 AMP_EXT_CHECK(bad_gradients_are_named) {
@@ -531,7 +536,8 @@ AMP_EXT_CHECK(a_scaler_without_cuda_says_how_to_enable_it) {
   const LastWarning warning;
   const bool is_available = torch::cuda::is_available();
   CHECK_THAT(GradScaler().is_enabled() == is_available);
-  CHECK_THAT(contains(warning.text(), "Where the CPU trains: GradScalerOptions()") != is_available);
+  CHECK_THAT(contains(warning.text(), "To train on the CPU, pass GradScalerOptions()") !=
+             is_available);
   CHECK_REFUSED(GradScaler(GradScalerOptions().device(torch::kMeta)),
                 "device must be cuda or cpu, got meta");
 }
@@ -613,8 +619,8 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   {
     const auto swapped = average.swap();
     CHECK_THAT(same(a.detach(), torch::tensor({-1.0f, 0.0f})));
-    CHECK_REFUSED(optimizer.state_dict(), "SGD.state_dict: parameters must hold");
-    CHECK_REFUSED(average.state_dict(), "WeightAverage.state_dict: parameters must hold");
+    CHECK_REFUSED(optimizer.state_dict(), "SGD.state_dict: the parameters hold their averages");
+    CHECK_REFUSED(average.state_dict(), "WeightAverage.state_dict: the parameters hold");
   }
   CHECK_THAT(same(a.detach(), before));
   WeightAverage other(optimizer, {/*decay=*/{}, /*every=*/2});
@@ -634,11 +640,13 @@ AMP_EXT_CHECK(an_average_follows_the_steps_that_landed) {
   {
     const auto swapped = other.swap();
     const WeightAverage moved = std::move(other);
-    CHECK_REFUSED(optimizer.refresh_masters(), "SGD.refresh_masters: parameters must hold");
+    CHECK_REFUSED(optimizer.refresh_masters(), "SGD.refresh_masters: the parameters hold");
     a.set_data(torch::ones({3}));  // the end warns, and gives the optimizer its parameters back
   }
   CHECK_THAT(a.numel() == 3 && same(b.detach(), torch::tensor({4.0f}).to(torch::kBFloat16)));
-  CHECK_REFUSED(average.update(), "as when its average began, got Float of sizes [3] on cpu: call");
+  CHECK_REFUSED(average.update(),
+                "when its average began, and is now Float of sizes [3] on cpu. Call "
+                "restart()");
   average.restart();
   optimizer.add_param_group({{parameter({5.0})}});
   CHECK_THAT(average.averages().size() == 3 && average.n_averaged().item<int64_t>() == 0);
@@ -660,7 +668,7 @@ AMP_EXT_CHECK(the_norm_of_each_gradient_is_kept_on_request) {
 AMP_EXT_CHECK(an_inspection_tells_what_the_step_does) {
   torch::Tensor a = parameter({1.0, 2.0, -2.0}, torch::kBFloat16), b = parameter({3.0});
   AdamW optimizer({a, b}, AdamWOptions(0.25).weight_decay(0.0).max_grad_norm(1.0));
-  CHECK_REFUSED(optimizer.inspect(), "there must be gradients to inspect, got none");
+  CHECK_REFUSED(optimizer.inspect(), "inspect: there are no gradients to inspect. Call");
   GradScaler scaler = cpu_scaler();
   for (torch::Tensor* const each : {&a, &b}) give_grad(*each, scaler, 2.0);
   const Inspection found = optimizer.inspect(torch::tensor(1024.0F));
@@ -710,7 +718,7 @@ AMP_EXT_CHECK(a_guard_belongs_to_one_optimizer_and_has_a_file) {
   AdamW optimizer({param}), other({param});
   const auto guard = std::make_shared<amp_ext::optim::NormGuard>();
   optimizer.norm_guard(guard);
-  CHECK_REFUSED(other.norm_guard(guard), "norm_guard must belong to one optimizer, got that of an");
+  CHECK_REFUSED(other.norm_guard(guard), "norm_guard already belongs to another optimizer. Make");
   step_with_ones(optimizer);
   CHECK_THAT(guard->stats().norms == 1 && guard->stats().mean == 1.0);
   std::stringstream file;
@@ -765,7 +773,7 @@ AMP_EXT_CHECK(a_damaged_file_is_refused_or_right) {
     amp_ext::state_from_bytes(file);  // leaves the right bytes in memory that is free again
     std::optional<c10::IValue> read;
     const std::string error = error_of([&] { read = amp_ext::state_from_bytes(damaged); });
-    refused += contains(error, "state_from_bytes: the file must be one that torch.save wrote, of ");
+    refused += contains(error, "state_from_bytes: the file is damaged, or torch.save did not ");
     CHECK_THAT(error.empty() == read.has_value());
     if (read.has_value()) CHECK_THAT(amp_ext::state_to_bytes(*read) == file);
   }
@@ -828,7 +836,8 @@ AMP_EXT_CHECK(archives_of_torch_and_of_ours_are_read) {
   torch::save(theirs::SGD({parameter({1.0}), parameter({1.0})}, 0.1), of_two);
   Lion lion({parameter({1.0})}, LionOptions());
   SGD of_one({parameter({1.0})}, SGDOptions());
-  CHECK_REFUSED(torch::load(lion, archive), "the archive must be one that torch::save wrote of it");
+  CHECK_REFUSED(torch::load(lion, archive),
+                "the archive does not contain the state of this class.");
   CHECK_REFUSED(torch::load(of_one, of_two), "different size");
 }
 
