@@ -118,7 +118,7 @@ def of_programs() -> Iterator[str]:
 def of_library() -> Iterator[str]:
     """Yields the functions that the library exports and whose names are in public headers."""
     headers = " ".join(header.read_text() for header in HEADERS.glob("*.h"))
-    words = set(re.findall(r"\w+", headers))
+    words = set(re.findall(r"\w+", re.sub(r"//.*", "", headers)))  # of the code, not of comments
     command = ["nm", "-D", "--defined-only", "--demangle", LIBRARY]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for line in done.stdout.splitlines():

@@ -305,7 +305,7 @@ def test_every_optimizer_is_there_with_what_it_keeps():
 
 def test_options_are_there_with_what_each_class_makes_of_them():
     rows = rows_of(TABLES["options"](of_torch=True))
-    assert ["`nesterov`", "`SGD`", "`False`", "Looks ahead along the momentum"] in rows
+    assert ["`nesterov`", "`SGD`", "`False`", "Uses Nesterov momentum"] in rows
     rates = [inspect.signature(kind).parameters["lr"].default for kind in TABLES["optimizers"]()]
     shown = [row[:3] for row in rows]
     assert ["`lr`", "all", ", ".join(f"`{rate}`" for rate in rates)] in shown
