@@ -97,8 +97,9 @@ def print_sample(texts: list[Text], seed: int) -> None:
     chosen += draw.sample([text for text in texts if text.is_docstring], 5)
     for text in chosen:
         print(f"--- {text.place}\n{text.code()}\n    {text.text}")
-    rows = re.findall(r"^\| `(.+?)` \|", Path("docs/errors.md").read_text(), re.MULTILINE)
-    print("--- errors", *draw.sample(rows, 5), sep="\n")
+    cells = re.findall(r"^\| (`.+?`) \|", Path("docs/errors.md").read_text(), re.MULTILINE)
+    errors = [error for cell in cells for error in re.findall("`(.+?)`", cell)]
+    print("--- errors", *draw.sample(errors, 5), sep="\n")
     print("--- page", draw.choice(sorted(Path("docs").glob("*.md"))), sep="\n")
 
 
