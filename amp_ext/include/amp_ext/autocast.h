@@ -9,8 +9,8 @@
 
 namespace amp_ext {
 
-// While an Autocast object lives, this thread's operations on one device type cast floating inputs:
-// matrix products and convolutions to `dtype`, reductions and losses to float32.
+// While an Autocast object lives, this thread's operations on one device type cast floating-point
+// inputs: matrix products and convolutions to `dtype`, reductions and losses to float32.
 //
 //   torch::Tensor loss;
 //   {
@@ -20,9 +20,9 @@ namespace amp_ext {
 //
 // Scopes can be nested, also with `enabled` set to false, and end when an exception is thrown. Each
 // thread opens its own scopes. The process has one cache of cast weights, which is emptied when the
-// outermost scope ends, when an optimizer of amp_ext writes parameters, and by GradScaler::step.
-// Other optimizers that step inside a scope without a scaler leave outdated weights in the cache:
-// end the scope first, as above.
+// outermost scope ends, when an optimizer of amp_ext writes parameters, and by GradScaler::step. If
+// another optimizer steps without a scaler, the cache keeps outdated weights: end the scope first,
+// as above.
 class AMP_EXT_API Autocast {
  public:
   // `dtype` is at::kHalf or at::kBFloat16; nullopt takes the dtype that is set for the device type

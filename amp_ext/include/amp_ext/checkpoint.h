@@ -26,7 +26,7 @@ AMP_EXT_API void save_state(const std::string& path, const c10::IValue& value);
 // Files written under torch.serialization.set_crc32_options(False) have none and load unchecked.
 AMP_EXT_API c10::IValue load_state(const std::string& path);
 
-// Like save_state and load_state, with the bytes of the file in memory.
+// Write and read the format of save_state and load_state as bytes in memory instead of a file.
 AMP_EXT_API std::vector<char> state_to_bytes(const c10::IValue& value);
 AMP_EXT_API c10::IValue state_from_bytes(const std::vector<char>& bytes);
 

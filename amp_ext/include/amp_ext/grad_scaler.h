@@ -41,7 +41,7 @@ struct GradScalerOptions {
   TORCH_ARG(double, max_scale) = std::numeric_limits<double>::infinity();
   // If false, the scale stays at `init_scale`; steps with an overflow are still skipped.
   TORCH_ARG(bool, dynamic) = true;
-  // Number of overflows since the last growth that it takes to lower the scale.
+  // Number of overflows, counted since the scale last grew, after which the scale shrinks.
   TORCH_ARG(int64_t, hysteresis) = 1;
   // Number of consecutive skipped updates after which a warning names the first bad gradient.
   TORCH_ARG(int64_t, warn_after) = 10;
@@ -49,11 +49,11 @@ struct GradScalerOptions {
 
 // Result of a scan of all gradients of an optimizer for inf and NaN.
 struct GradientScan {
-  // For each device one float32 tensor, not 0 if a gradient on it contains inf or NaN.
+  // For each device, one float32 that is not 0 if a gradient on the device contains inf or NaN.
   std::vector<at::Tensor> found_infs;
-  // For each device one int64 tensor: the smallest index of a gradient with inf or NaN, counted
-  // over the parameters of all groups, or the previous, larger value if there is none.
-  // GradScaler::update reads and resets it.
+  // For each device, one int64: the index of the first gradient with inf or NaN, counted over the
+  // parameters of all groups. Scans only lower this index. GradScaler::update reads it and resets
+  // it to INT64_MAX, the value for "none".
   std::vector<at::Tensor> first_nonfinites;
 };
 
@@ -64,18 +64,19 @@ class AMP_EXT_API ScaledStep {
  public:
   virtual ~ScaledStep();
 
-  // Steps with gradients that are multiplied by `grad_scale` (one float32; undefined: gradients are
-  // not scaled). Must write nothing if `found_inf` (one float32, same device) is not 0.
+  // Steps with gradients that are still multiplied by `grad_scale` (one float32; undefined if they
+  // are not scaled). Must write nothing if `found_inf` (one float32 on the same device) is not 0.
   virtual at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 
-  // Scans all gradients for inf and NaN without writing them. The result starts from a copy of
-  // `found_inf`; a `grad_scale` without a finite inverse counts as an overflow. The default returns
-  // nullopt, which makes the scaler scan the gradients itself.
+  // Scans all gradients for inf and NaN without writing them. The flags that it returns start as
+  // copies of `found_inf`, so an overflow found earlier stays recorded. A `grad_scale` without a
+  // finite inverse (such as 0) counts as an overflow. The default implementation returns nullopt,
+  // and the scaler then scans the gradients itself.
   virtual std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
                                                      const at::Tensor& grad_scale);
 
-  // True if this optimizer unscales in its step. If false, the scaler treats it like any other
-  // torch::optim::Optimizer.
+  // True if this optimizer unscales gradients inside its step. If false, the scaler treats it like
+  // any other torch::optim::Optimizer.
   virtual bool unscales_in_step() const { return true; }
 };
 
@@ -87,9 +88,9 @@ class AMP_EXT_API ScaledStep {
 //   scaler.step(optimizer);
 //   scaler.update();
 //
-// Optimizers of amp_ext::optim, and any other ScaledStep, unscale and skip on their device. For any
-// other torch::optim::Optimizer the gradients are unscaled in place, and `step` waits for the GPU
-// to learn whether to skip. Errors are c10::Error.
+// Optimizers of amp_ext::optim, and any other ScaledStep, unscale gradients and skip steps on their
+// device. For any other torch::optim::Optimizer, the scaler unscales the gradients in place, and
+// `step` waits for the GPU to learn whether it must skip the step. All errors are c10::Error.
 //
 // Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 class AMP_EXT_API GradScaler {
@@ -109,20 +110,21 @@ class AMP_EXT_API GradScaler {
   // values vanish.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  // Steps the optimizer if its gradients are finite and skips the step otherwise; at most once
-  // between two updates. Returns the result of the optimizer's step. Throws if given a closure,
-  // unless scaling is disabled. If step or unscale_ fails after it may have written, both are
-  // refused until `update`.
+  // Steps the optimizer if its gradients are finite, and skips the step otherwise. Call it at most
+  // once per optimizer between two updates. Returns the result of the optimizer's step. Throws if
+  // given a closure, unless scaling is disabled. If step or unscale_ fails when it may already have
+  // changed gradients or parameters, both throw until `update` is called.
   at::Tensor step(torch::optim::Optimizer& optimizer,
                   const torch::optim::Optimizer::LossClosure& closure = nullptr);
 
-  // Adjusts the scale to the overflows of the iteration, or sets it to `new_scale`, a number or a
-  // tensor of one element on any device.
+  // Lowers the scale if a gradient overflowed in this iteration, and raises it after enough
+  // iterations without overflow. With `new_scale`, a number or a tensor of one element on any
+  // device, sets the scale instead.
   void update();
   void update(double new_scale);
   void update(const at::Tensor& new_scale);
 
-  // Returns the scale, 1 if scaling is disabled. Waits for a GPU.
+  // Returns the scale, or 1 if scaling is disabled. Waits for the GPU.
   double get_scale() const;
   bool is_enabled() const;
   double get_growth_factor() const;
@@ -132,23 +134,24 @@ class AMP_EXT_API GradScaler {
   int64_t get_growth_interval() const;
   void set_growth_interval(int64_t interval);
 
-  // Returns whether the step before the last update was skipped, of one optimizer or (null) of any;
-  // nullopt if there was no such step. Does not wait for a GPU, unless `wait` is true.
+  // Returns true if `optimizer` skipped its step before the last update; if `optimizer` is null,
+  // true if any optimizer did. Returns nullopt if there was no such step. Does not wait for a GPU,
+  // unless `wait` is true.
   std::optional<bool> last_step_skipped(const torch::optim::Optimizer* optimizer = nullptr,
                                         bool wait = false) const;
   ScalerStats stats(bool wait = false) const;
 
-  // Returns Python's state dict: torch's five entries and, with hysteresis, a sixth; empty if
-  // disabled.
+  // Returns a state dict with the entries of Python's: torch's five and, with hysteresis, a sixth.
+  // The dict is empty if scaling is disabled.
   c10::IValue state_dict() const;
-  // Loads a state dict of this class, of Python's amp_ext.GradScaler or of torch's. The limits stay
-  // as constructed. Nothing is changed if the call throws.
+  // Loads a state dict of this class, of Python's amp_ext.GradScaler or of torch's GradScaler. The
+  // limits of the scale stay as constructed. If the call throws, it has changed nothing.
   void load_state_dict(const c10::IValue& state_dict);
 
  private:
   struct State;
 
-  // Returns the state; throws on behalf of the method `operation` if the scaler was moved from.
+  // Returns the state. If the scaler was moved from, throws an error that names `operation`.
   State& checked(const char* operation) const;
 
   std::unique_ptr<State> state_;  // null after a move

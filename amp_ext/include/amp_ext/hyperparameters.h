@@ -13,25 +13,27 @@ namespace amp_ext {
 // Role of a state buffer. An optimizer has at most one second moment.
 enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
 
-// 8-bit format in which a buffer can be stored (see csrc/elements/moment_codes.h). An optimizer has
-// at most one blockwise buffer (an exponent per block) and can't combine kRatio with kMagnitude.
+// 8-bit format in which a buffer can be stored (see csrc/elements/moment_codes.h). A blockwise
+// format has one exponent for each block of 32 elements. An optimizer has at most one blockwise
+// buffer and can't combine kRatio with kMagnitude.
 enum class BufferCode {
   kNone,       // no 8-bit format: stored in bfloat16 if other buffers are in 8 bits
-  kRatio,      // ratio of a first moment to the root of the second moment
-  kRoot,       // root of the second moment, returned by the formula; blockwise
+  kRatio,      // ratio of a first moment to the square root of the second moment
+  kRoot,       // square root of the second moment, which the formula returns; blockwise
   kMagnitude,  // magnitude and sign of the value itself; blockwise
 };
 
 struct BufferDescription {
-  // Key in the state of a parameter, such as "exp_avg"; the list operations add an "s".
+  // Key in the state of a parameter, such as "exp_avg". List operations call it "exp_avgs".
   const char* name;
   BufferRole role;
-  // Weyl stride of the dithering, in units of 2^-32; 0: the buffer is never dithered.
+  // Stride of the Weyl sequence that dithers the buffer, in units of 2^-32; 0: never dithered.
   uint32_t dither_stride = 0;
   BufferCode code = BufferCode::kNone;
 };
 
-// Strides of the dithering sequences, in units of 2^-32; csrc/elements/dither.h explains them.
+// Strides of the Weyl sequences that dither buffers (see csrc/elements/dither.h), in units of
+// 2^-32.
 inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
 inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
 inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671
@@ -48,20 +50,22 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 //   double decay_of(int buffer) const             constexpr: factor of the old buffer in a step
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
-// All values stay double until `for_tensor` of the formula converts them.
+// All values are doubles. The formula of the optimizer converts them in its function `for_tensor`.
 struct AMP_EXT_API CommonHyperparameters {
   double lr = 0.0;
-  const float* lr_on_device = nullptr;  // [1], replaces `lr`; or null
+  const float* lr_on_device = nullptr;  // [1], on the device, used instead of `lr`; or null
   double weight_decay = 0.0;
   bool decoupled_weight_decay = false;
   bool maximize = false;
-  // Largest magnitude of an element of the unscaled gradients.
+  // Magnitude to which elements of the unscaled gradients are clipped; inf: no clipping.
   double clip_value = std::numeric_limits<double>::infinity();
-  double timestep = 0.0;          // number of this step, from 1, if no tensor counts the steps
-  bool write_back_grads = false;  // store the unscaled, clipped gradients in place
-  bool dither = false;  // dither the low-precision values that round-to-nearest would freeze
+  double timestep = 0.0;          // number of this step, from 1; used if no tensor counts the steps
+  bool write_back_grads = false;  // store the unscaled, clipped gradients in place of the gradients
+  // If true, low-precision values that rounding to nearest would freeze are dithered.
+  bool dither = false;
 
-  // Visits all fields but `lr` and `clip_value`, which callers may pass as a tensor or None.
+  // Calls visit(name, pointer to member) for all fields except `lr` and `clip_value`, because
+  // callers may pass these two as a tensor or None.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("weight_decay", &CommonHyperparameters::weight_decay);
@@ -157,17 +161,18 @@ struct AMP_EXT_API LossScaleHyperparameters {
   int64_t growth_interval = 2000;
   double min_scale = 0.0;
   double max_scale = std::numeric_limits<double>::infinity();
-  int32_t hysteresis = 1;  // overflows since the last growth that it takes to lower the scale
+  // Number of overflows, counted since the scale last grew, after which the scale shrinks.
+  int32_t hysteresis = 1;
   bool dynamic = true;
 };
 
 struct AMP_EXT_API NormGuardHyperparameters {
-  double sigma_factor = 6.0;  // allowed deviations of a norm above the mean
+  double sigma_factor = 6.0;  // standard deviations by which a norm may exceed the mean
   int64_t window = 128;       // the newest norm has the weight 2 / (window + 1)
-  int64_t warmup_steps = 64;  // number of norms in the statistics before they judge
-  // Absolute limit: a larger norm is always an outlier.
+  int64_t warmup_steps = 64;  // number of norms to collect before outliers are detected
+  // Absolute limit: a norm above it is always an outlier.
   double max_norm = std::numeric_limits<double>::infinity();
-  int64_t patience = 16;  // the last of so many consecutive outliers is accepted as a new level
+  int64_t patience = 16;  // number of outliers in a row of which the last is accepted
   bool clips = false;     // true: clip the gradients of outliers to the limit; false: skip the step
 };
 

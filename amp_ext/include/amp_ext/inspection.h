@@ -9,8 +9,8 @@
 
 namespace amp_ext::optim {
 
-// Effect of a step on one parameter, or on its master if it has one (a split master is joined to
-// float32). Computed in double from the stored values.
+// Effect of a step on one parameter, or on its float32 master weight if it has one (a split master
+// weight is joined to float32 first). All values are computed in double from the stored numbers.
 struct ParamInspection {
   int64_t group = 0;
   int64_t index_in_group = 0;
@@ -20,8 +20,8 @@ struct ParamInspection {
   double largest_update = 0.0;  // largest magnitude of an element of the update
   // Norms of the buffers after the step, by buffer name: "exp_avg".
   std::vector<std::pair<std::string, double>> moment_norms;
-  // Shares of the elements whose stored value the step does not change, in the parameter and in its
-  // master (nullopt without one). 0 if the parameter is empty.
+  // Fraction of elements whose stored value the step does not change: `unmoved` in the parameter (0
+  // if it is empty), `unmoved_master` in its master weight (nullopt if it has none).
   double unmoved = 0.0;
   std::optional<double> unmoved_master;
 };

@@ -22,17 +22,17 @@ namespace optim {
 
 // Options of NormGuard, set by chained calls: NormGuardOptions().sigma_factor(4).action("clip").
 struct NormGuardOptions {
-  // Number of deviations by which a norm may exceed the mean.
+  // Number of standard deviations by which a norm may exceed the mean.
   TORCH_ARG(double, sigma_factor) = 6.0;
   // Length of the averaging window: the newest norm has the weight 2 / (window + 1).
   TORCH_ARG(int64_t, window) = 128;
-  // Number of norms that enter the statistics before these judge.
+  // Number of norms that the statistics collect before they declare any norm an outlier.
   TORCH_ARG(int64_t, warmup_steps) = 64;
   // Absolute limit: a larger norm is an outlier from the first step on.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
   // "skip" skips the step at an outlier; "clip" scales its gradients down to the limit.
   TORCH_ARG(std::string, action) = "skip";
-  // Number of consecutive outliers at which the last is accepted: the statistics restart with it.
+  // Number of outliers in a row of which the last is accepted; the statistics restart at its norm.
   TORCH_ARG(int64_t, patience) = 16;
 };
 
@@ -41,16 +41,16 @@ struct NormGuardStats {
   int64_t norms = 0;  // number of norms so far, including inf and NaN
   double last_norm = 0.0;
   double mean = 0.0;
-  double deviation = 0.0;    // standard deviation, at least 1 % of the mean
-  double limit = 0.0;        // a larger next norm is an outlier; inf if there is no limit yet
+  double deviation = 0.0;  // standard deviation, at least 1 % of the mean
+  double limit = 0.0;  // the next norm is an outlier if it is larger; inf if there is no limit yet
   int64_t outliers = 0;      // number of norms at which the guard skipped or clipped
   int64_t nonfinite = 0;     // number of norms that were inf or NaN
-  int64_t last_outlier = 0;  // number of the norm of the last outlier, from 1; 0: none yet
+  int64_t last_outlier = 0;  // position of the last outlier among all norms, from 1; 0: none yet
 };
 
 // The last 4,096 norms, oldest first.
 struct NormGuardHistory {
-  std::vector<int64_t> numbers;  // numbers of the norms, from 1
+  std::vector<int64_t> numbers;  // position of each norm among all norms so far, from 1
   std::vector<double> norms;     // norms of the unscaled gradients; inf for inf and NaN
   std::vector<bool> withheld;    // true if the step was skipped or its gradients were clipped
 };
@@ -76,8 +76,8 @@ class AMP_EXT_API NormGuard {
   NormGuardStats stats(bool wait = false) const;
   NormGuardHistory history(bool wait = false) const;
 
-  // The statistics as plain numbers, in the format of Python's state dict. Loading keeps the
-  // options as constructed; nothing is changed if it throws.
+  // Return and load the statistics as plain numbers, in the format of Python's state dict. A load
+  // does not change the options; if it throws, it has changed nothing.
   c10::IValue state_dict() const;
   void load_state_dict(const c10::IValue& state_dict);
 

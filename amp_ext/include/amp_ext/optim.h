@@ -52,14 +52,15 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   }
 
   // Returns all options with their Python names. Writing through the returned pointers does not
-  // mark an option as given; only setters do.
+  // mark an option as given (see is_given); only setters do.
   virtual std::vector<Option> options();
 
   // True if the option was set explicitly, even to its default. Options that a group does not set
   // come from the defaults of its optimizer.
   bool is_given(const char* name) const { return given_.count(name) != 0; }
 
-  // True if these options allow dithering for some parameter dtype. Every state then has a "step".
+  // True if, with these options, values of some parameter dtype may be dithered. Every parameter's
+  // state then has a "step" counter, because dithering depends on it.
   bool dithers() const;
 
  protected:
@@ -89,7 +90,8 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   }                                      \
   const Type& name() const { return this->name##_; }
 
-// Setters of the shared options, which return the options class of the optimizer (CRTP).
+// Setters of the options that all optimizers share. They return the options class of the optimizer
+// (CRTP), so that its own setters can follow in a chain.
 template <typename Derived>
 class AMP_EXT_API OptionsOf : public FusedOptions {
  public:
@@ -103,27 +105,29 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   AMP_EXT_OPTION(double, weight_decay)
   // If true, maximizes the objective: steps along the gradient.
   AMP_EXT_OPTION(bool, maximize)
-  // Keeps a float32 master of every float16 and bfloat16 parameter. "split" stores only the missing
-  // 16 bits, which together with the parameter give the float32 (for float16: exactly from 2^-16
-  // on, below that to 2^-40). Split masters follow writes to the parameter. "split8" stores 8 bits,
-  // within 2^-15 of the float32.
+  // Keeps a float32 master weight for every float16 and bfloat16 parameter. "split" stores only the
+  // 16 bits that the parameter lacks. Together the two give the float32 value (for float16: exactly
+  // if its magnitude is at least 2^-16, otherwise to within 2^-40). "split8" stores 8 bits, which
+  // give the float32 value to within 2^-15. A split master weight follows writes to its parameter.
   AMP_EXT_OPTION(MasterWeights, master_weights)
   // Dtype of the buffers: at::kFloat, at::kBFloat16, or std::nullopt for the parameter's dtype.
   //
-  // "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of the second moments, and
-  // second moments in bfloat16. "8bit" also stores second moments in 8 bits, with an exponent for
-  // each 32 elements of a row. They stay in bfloat16 if the parameter has less than 4096 elements,
-  // one dimension, rows that are no multiple of 32 long, or is not contiguous. With either setting,
-  // first moments without a second moment (SGD, Lion) are stored like second moments with "8bit".
-  // Neither setting works with amsgrad.
+  // "8bit-bf16" stores first moments in 8 bits, as ratios to the square roots of the second
+  // moments, and second moments in bfloat16. "8bit" also stores second moments in 8 bits, with an
+  // exponent for each 32 elements of a row. Second moments stay in bfloat16 if the parameter has
+  // fewer than 4096 elements, only one dimension, or rows whose length is not a multiple of 32, or
+  // if it is not contiguous. With either setting, optimizers without second moments (SGD, Lion)
+  // store their first moments as "8bit" stores second moments. Neither setting works with amsgrad.
   AMP_EXT_OPTION(StateDType, state_dtype)
-  // Rounding of low-precision values: "nearest" or "dither". nullopt dithers the values that
-  // round-to-nearest would freeze, unless state_dtype is nullopt.
+  // Rounding of low-precision values: "nearest" or "dither". nullopt dithers only the values that
+  // rounding to nearest would freeze, and none if state_dtype is nullopt.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
   // Clips the norm of the unscaled gradients of all groups inside the step; `grad_norm()` returns
-  // it. nullopt: the norm is neither computed nor clipped. Must be the same in all groups.
+  // the norm before clipping. nullopt: the norm is neither computed nor clipped. Must be the same
+  // in all groups.
   AMP_EXT_OPTION(std::optional<double>, max_grad_norm)
-  // Largest magnitude of an element of the unscaled gradients, applied after `max_grad_norm`.
+  // Clips the elements of the unscaled gradients to this magnitude, after `max_grad_norm` was
+  // applied. nullopt: no clipping by value.
   AMP_EXT_OPTION(std::optional<double>, clip_value)
   // Leaves elements unchanged if their gradient is inf or NaN. Must be the same in all groups.
   AMP_EXT_OPTION(bool, skip_nonfinite)
@@ -139,11 +143,11 @@ class AMP_EXT_API AdamOptionsOf : public OptionsOf<Derived> {
 
   // Decay rates of the first and of the second moment.
   AMP_EXT_OPTION(Betas, betas)
-  // Term added to the root of the second moment.
+  // Term added to the square root of the second moment.
   AMP_EXT_OPTION(double, eps)
-  // Divides by the root of the largest second moment so far.
+  // If true, divides by the square root of the largest second moment so far (AMSGrad).
   AMP_EXT_OPTION(bool, amsgrad)
-  // Lower bound of the bias-corrected second moment, before the root.
+  // Lower bound of the bias-corrected second moment, applied before its square root is taken.
   AMP_EXT_OPTION(double, denominator_floor)
 
   std::vector<FusedOptions::Option> options() override {
@@ -167,7 +171,7 @@ class AMP_EXT_API AdamOptions : public AdamOptionsOf<AdamOptions> {
 
  public:
   AdamOptions() = default;
-  AdamOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
+  AdamOptions(double lr) { this->lr(lr); }  // NOLINT: implicit, as in torch
 
   // If true, weight decay shrinks parameters, as in AdamW, instead of being added to gradients.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
@@ -179,7 +183,7 @@ class AMP_EXT_API AdamWOptions : public AdamOptionsOf<AdamWOptions> {
     weight_decay_ = 1e-2;
     decoupled_weight_decay_ = true;
   }
-  AdamWOptions(double lr) : AdamWOptions() { this->lr(lr); }  // NOLINT: converts, as torch's
+  AdamWOptions(double lr) : AdamWOptions() { this->lr(lr); }  // NOLINT: implicit, as in torch
 };
 
 class AMP_EXT_API SGDOptions : public OptionsOf<SGDOptions> {
@@ -187,11 +191,11 @@ class AMP_EXT_API SGDOptions : public OptionsOf<SGDOptions> {
 
  public:
   SGDOptions() = default;
-  SGDOptions(double lr) { this->lr(lr); }  // NOLINT: converts, as torch's
+  SGDOptions(double lr) { this->lr(lr); }  // NOLINT: implicit, as in torch
 
   // Decay rate of the momentum buffer.
   AMP_EXT_OPTION(double, momentum)
-  // Share of the gradient that does not enter the momentum buffer, except at the first step.
+  // Fraction of the gradient that is left out of the momentum buffer, except at the first step.
   AMP_EXT_OPTION(double, dampening)
   // Enables Nesterov momentum.
   AMP_EXT_OPTION(bool, nesterov)
@@ -216,7 +220,7 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
     lr_ = 1e-4;
     decoupled_weight_decay_ = true;
   }
-  LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: converts, as torch's
+  LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: implicit, as in torch
 
   // Decay rates of the average that gives the direction of the step, and of the stored average.
   AMP_EXT_OPTION(Betas, betas)
@@ -240,14 +244,14 @@ class AMP_EXT_API FusedParamState : public torch::optim::OptimizerParamState {
     return std::make_unique<FusedParamState>(*this);
   }
 
-  // Returns the tensor with this key, undefined if there is none.
+  // Returns the tensor with this key, or an undefined tensor if there is none.
   at::Tensor get(const std::string& key) const;
   const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
 
  private:
   friend class FusedOptimizer;
 
-  // Kept alive so that its address, by which the state is found, is not reused.
+  // Keeps the parameter alive, because the state is found by the parameter's address.
   at::Tensor param_;
   std::vector<std::pair<std::string, at::Tensor>> tensors_;
   std::shared_ptr<const c10::IValue> others_;  // unknown entries of a loaded state: a dict, or null
@@ -261,9 +265,10 @@ class PlacedOptions;
 // Base of all optimizers. Errors are c10::Error with the same texts as in Python, thrown before
 // anything is written.
 //
-// Options that a group does not set come from the optimizer. In-place writes to states are always
-// noticed. If only a master was written, the step continues from the master. If both a master and
-// its parameter were written, the parameter wins wherever the master does not round to it.
+// Options that a group does not set come from the optimizer's defaults. A step always notices
+// in-place writes to states. If only a master weight was written, the step continues from it. If
+// both a master weight and its parameter were written, the parameter wins wherever the master
+// weight does not round to it.
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
@@ -271,81 +276,84 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
-  // Hides torch's method, which since 2.13 drops the options of the group and checks nothing. A
-  // group that was added through a torch::optim::Optimizer& is refused at its first use.
+  // Hides torch's method, because since 2.13 it drops the options of the group and checks nothing.
+  // A group that was added through a torch::optim::Optimizer& is refused at its first use.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Updates all parameters that have a gradient. The closure re-evaluates the model with gradients
   // enabled and returns the loss, which `step` returns. Only one thread may call it at a time.
   //
   // If a kernel launch fails after others have succeeded, each parameter and its states are either
-  // stepped or untouched, and later steps are refused until a state dict is loaded.
+  // stepped or untouched, and later steps throw until a state dict is loaded.
   //
-  // A derived class may override step(): a scaler then unscales the gradients before it and skips
-  // the call after an overflow, as for any other optimizer.
+  // A derived class may override step(). A scaler then treats it like any other optimizer: it
+  // unscales the gradients before it calls step(), and does not call step() after an overflow.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
                                              const at::Tensor& grad_scale) override;
-  // True for the classes of this file. A derived class may return true if its step is the same.
+  // True for the classes of this file. A derived class with the same step may also return true.
   bool unscales_in_step() const override;
 
-  // Returns an object that moves with the optimizer and identifies it. Null after a move.
+  // Returns an object that identifies the optimizer and moves with it; null after a move.
   std::shared_ptr<const void> identity() const;
 
-  // Norm of the unscaled gradients at the last step: one float32, overwritten by later steps.
-  // Undefined without max_grad_norm, a norm guard or tracked norms.
+  // Returns the norm of the unscaled gradients at the last step: one float32, which later steps
+  // overwrite. Undefined unless max_grad_norm, a norm guard or track_grad_norms is set.
   at::Tensor grad_norm() const;
 
-  // Sets a guard that judges the gradient norm at every step, or null for none. Costs a scan of the
-  // gradients if the step has none yet. Throws if the guard belongs to another optimizer.
+  // Sets a guard that checks the gradient norm at every step; null removes it. The guard costs an
+  // extra scan of the gradients, unless a scaler or clipping scans them anyway. Throws if the guard
+  // belongs to another optimizer.
   void norm_guard(std::shared_ptr<NormGuard> guard);
   std::shared_ptr<NormGuard> norm_guard() const;
 
-  // Makes every step store the norm of each gradient, which costs a scan if the step has none yet.
+  // Makes every step store the norm of each gradient. This costs an extra scan of the gradients,
+  // unless a scaler or clipping scans them anyway.
   void track_grad_norms(bool track);
   bool track_grad_norms() const;
 
-  // Norms of the unscaled gradients at the last step: one float32 per parameter, in the order of
-  // the groups, overwritten by later steps. NaN if a parameter had no gradient, inf if its gradient
-  // or norm was not finite. Undefined unless norms are tracked.
+  // Returns the norms of the unscaled gradients at the last step: one float32 per parameter, in the
+  // order of the groups, which later steps overwrite. NaN if a parameter had no gradient, inf if
+  // the gradient or its norm was not finite. The tensor is undefined unless norms are tracked.
   at::Tensor grad_norms() const;
 
-  // Predicts the effect of the next step, by stepping copies of the parameters one after another.
-  // Stores nothing; waits for a GPU. Call it between the backward pass and the step. Scaled
-  // gradients need `grad_scale`, as in `step_scaled`; without `found_inf` the gradients are scanned
-  // for overflows.
+  // Predicts the effect of the next step by stepping copies of the parameters, one after another.
+  // Changes no parameter or state; waits for a GPU. Call it between the backward pass and the step.
+  // If the gradients are scaled, pass `grad_scale` as to `step_scaled`. Without `found_inf`, the
+  // gradients are scanned for overflows.
   Inspection inspect(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
 
-  // Makes the next step, also one of a scaler, record its effect, which `inspection` then returns;
-  // nullopt before that step.
+  // Makes the next step, also one that a scaler calls, record its effect. `inspection` returns this
+  // record, or nullopt before that step.
   void inspect_next();
   std::optional<Inspection> inspection() const;
 
   // Creates every state that the first step would create, without stepping.
   void init_state();
 
-  // Makes the next step look up all states again. Writes to parameters since their masters were
-  // written are still noticed.
+  // Makes the next step look up all states again. If a parameter was written since its master
+  // weight was, the step still notices it.
   void rebuild();
 
-  // Returns the float32 master of every parameter, or the parameter itself if it has no master.
-  // Split masters are returned as joined copies.
+  // Returns the float32 master weight of every parameter, or the parameter itself if it has none. A
+  // split master weight is returned as a joined copy.
   std::vector<at::Tensor> master_params();
 
-  // Copies parameters that were changed through data() into their masters now. Other changes are
-  // noticed by the next step. Split masters don't need this call.
+  // Copies parameters that were changed through data() into their master weights now. The next step
+  // notices all other changes by itself. Split master weights don't need this call.
   void refresh_masters();
 
-  // Returns Python's state dict: {"state": {0: {"step": ..., ...}}, "param_groups": [{"lr": ...,
-  // "params": [0, ...]}]}. Its tensors are those in use by the optimizer; save_state copies them.
+  // Returns a state dict in Python's format: {"state": {0: {"step": ..., ...}}, "param_groups":
+  // [{"lr": ..., "params": [0, ...]}]}. Its tensors are the optimizer's own; save_state copies
+  // them.
   c10::IValue state_dict() const;
 
   // Loads a state dict of this class, or of the Python class with this name in amp_ext.optim or
-  // torch.optim. Moments and masters are converted to the configured format. Options that torch
-  // does not have stay as configured. Unknown entries are preserved and returned by `state_dict()`.
-  // Missing masters are copied from the parameters, so load the model first.
+  // torch.optim. Moments and master weights are converted to the configured format. Options that
+  // torch does not have stay as configured. Unknown entries are preserved and returned by
+  // `state_dict()`. Missing master weights are copied from the parameters, so load the model first.
   void load_state_dict(const c10::IValue& state_dict);
 
   // Serialization for torch::save and torch::load.

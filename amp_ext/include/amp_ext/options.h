@@ -1,5 +1,5 @@
-// Options and tensor lists of the list operations, as plain structs, and the optimizer options that
-// say in which format states are stored.
+// Options and tensor lists of the list operations, as plain structs, and the types of the optimizer
+// options that choose the format of states.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,32 +23,34 @@ using OptionalTensorList = std::optional<TensorList>;
 
 // Options of a step that concern the gradients. All groups of a step share them.
 struct AMP_EXT_API GradientOptions {
-  OptionalTensor grad_scale;  // one number, the loss scale that the gradients carry
-  OptionalTensor found_inf;   // one number; if not 0, the step writes nothing
+  // One number, the loss scale by which the gradients are multiplied; nullopt: they are unscaled.
+  OptionalTensor grad_scale;
+  OptionalTensor found_inf;  // one number; if it is not 0, the step writes nothing
   std::optional<double> max_grad_norm;
-  OptionalTensor
-      sum_of_squares;        // one float64, of the scaled gradients; nullopt: the step computes it
-  OptionalTensor grad_norm;  // one float32, set to the norm of the unscaled gradients
+  // One float64: the sum of squares of the scaled gradients; nullopt: the step computes it.
+  OptionalTensor sum_of_squares;
+  OptionalTensor grad_norm;     // one float32, set to the norm of the unscaled gradients
   bool skip_nonfinite = false;  // leave elements unchanged if their gradient is inf or NaN
 };
 
 // Hyperparameters of one parameter group.
 template <typename Hyperparameters>
 struct AMP_EXT_API Group : Hyperparameters {
-  OptionalTensor lr_tensor;  // one element, replaces `lr` as the learning rate
+  OptionalTensor lr_tensor;  // one element, used as the learning rate instead of `lr`
 };
 
 // Tensors of a step. Every list has one entry per parameter.
 struct AMP_EXT_API StepLists {
   TensorList params;
   TensorList grads;
-  std::vector<OptionalTensorList> buffers;  // one list per buffer, in the order of kBuffers
+  std::vector<OptionalTensorList> buffers;  // a list per buffer, in the order of kBuffers
   OptionalTensorList steps;  // float32 step counters of one element; nullopt: `timestep` is used
   OptionalTensorList master_params;  // float32 masters of 16-bit parameters
-  // Index of the first element of each parameter (a shard) in the full tensor; nullopt if the
-  // parameters are not sharded. Dithering depends on it.
+  // For each parameter, which may be a shard, the index of its first element in the full tensor;
+  // nullopt if the parameters are not sharded. Dithering depends on it.
   std::optional<std::vector<int64_t>> global_offsets;
-  OptionalTensorList exponents;  // uint8, per block of blockwise 8-bit moments; else empty
+  // uint8 exponents, one per block of a blockwise 8-bit moment; an empty tensor if there is none.
+  OptionalTensorList exponents;
 };
 
 // Options of an average of weights.
@@ -66,18 +68,18 @@ struct AMP_EXT_API AverageLists {
   TensorList averages;               // float32 or bfloat16
   TensorList params;                 // weights to average
   at::Tensor counters;               // two int64: number of applied steps, number of averages
-  OptionalTensorList master_params;  // float32 masters, or residuals of split masters
-  OptionalTensor step_applied;       // one float32; if 0, nothing is written
+  OptionalTensorList master_params;  // float32 master weights, or residuals of split ones
+  OptionalTensor step_applied;       // one float32; 0: the step was skipped, so write nothing
   std::optional<std::vector<int64_t>> global_offsets;  // as in StepLists
 };
 
-// Names of the operation and of its buffer lists in the error messages of a step.
+// Names that the error messages of a step use for the operation and for its lists of buffers.
 struct AMP_EXT_API StepNames {
   std::string operation;
   std::vector<std::string> buffers;
 };
 
-// Returns the names that Python's operation has for the same step.
+// Returns the names that Python's list operation uses: "adam_", {"exp_avgs", "exp_avg_sqs", ...}.
 template <typename Hyperparameters>
 StepNames names_of() {
   StepNames names{Hyperparameters::kOperation, {}};
@@ -89,19 +91,19 @@ StepNames names_of() {
 
 namespace optim {
 
-// Format of the masters of 16-bit parameters: true (float32), false (none), "split" or "split8". An
-// optimizer refuses other strings.
+// Format of the master weights of 16-bit parameters: true (float32), false (none), "split" or
+// "split8". An optimizer refuses other strings.
 class MasterWeights {
  public:
   template <typename Flag, std::enable_if_t<std::is_integral_v<Flag>, bool> = true>
-  MasterWeights(Flag flag) : value_(flag != 0) {}  // NOLINT: converts
-  // Takes string literals, since C++ would not convert them to std::string first.
-  MasterWeights(const char* form) : value_(std::string(form)) {}  // NOLINT: likewise
-  MasterWeights(std::string form) : value_(std::move(form)) {}    // NOLINT: likewise
+  MasterWeights(Flag flag) : value_(flag != 0) {}  // NOLINT: implicit
+  // Takes string literals, because C++ does not convert them to std::string implicitly here.
+  MasterWeights(const char* form) : value_(std::string(form)) {}  // NOLINT: implicit
+  MasterWeights(std::string form) : value_(std::move(form)) {}    // NOLINT: implicit
 
   const std::variant<bool, std::string>& value() const { return value_; }
 
-  // True if parameters have masters.
+  // True if 16-bit parameters have master weights.
   explicit operator bool() const { return value_ != std::variant<bool, std::string>(false); }
 
   friend bool operator==(const MasterWeights& a, const MasterWeights& b) {
@@ -120,13 +122,13 @@ class StateDType {
   using Value = std::variant<std::monostate, at::ScalarType, std::string>;
 
   StateDType() = default;                              // nullopt: the dtype of the parameter
-  StateDType(std::nullopt_t) {}                        // NOLINT: converts
-  StateDType(at::ScalarType dtype) : value_(dtype) {}  // NOLINT: likewise
-  StateDType(std::optional<at::ScalarType> dtype) {    // NOLINT: likewise
+  StateDType(std::nullopt_t) {}                        // NOLINT: implicit
+  StateDType(at::ScalarType dtype) : value_(dtype) {}  // NOLINT: implicit
+  StateDType(std::optional<at::ScalarType> dtype) {    // NOLINT: implicit
     if (dtype.has_value()) value_ = *dtype;
   }
-  // Maps the names "float32" and "bfloat16" to dtypes, because Python stores dtypes by name.
-  StateDType(std::string name) {  // NOLINT: likewise
+  // Converts the names "float32" and "bfloat16" to dtypes, because Python stores dtypes by name.
+  StateDType(std::string name) {  // NOLINT: implicit
     if (name == "float32") {
       value_ = at::kFloat;
     } else if (name == "bfloat16") {
@@ -135,8 +137,8 @@ class StateDType {
       value_ = std::move(name);
     }
   }
-  // Takes string literals, since C++ would not convert them to std::string first.
-  StateDType(const char* name) : StateDType(std::string(name)) {}  // NOLINT: likewise
+  // Takes string literals, because C++ does not convert them to std::string implicitly here.
+  StateDType(const char* name) : StateDType(std::string(name)) {}  // NOLINT: implicit
   StateDType(std::nullptr_t) = delete;
 
   const Value& value() const { return value_; }

@@ -11,7 +11,7 @@
 
 namespace amp_ext::optim {
 
-// Averages the weights of an optimizer: the float32 masters (split masters are joined), or the
+// Averages the weights of an optimizer: the float32 master weights (split ones are joined), or the
 // parameters themselves if they have none. float64 parameters are averaged in float32. The first
 // average is a copy of the weights. The optimizer must outlive its averages and must not be moved.
 class AMP_EXT_API WeightAverage {
@@ -23,12 +23,12 @@ class AMP_EXT_API WeightAverage {
   ~WeightAverage();
   WeightAverage(WeightAverage&&) noexcept;
 
-  // Adds the weights after the optimizer's last step, if it was applied and not yet averaged. Call
-  // it after each step. Does not wait for the device.
+  // Adds the current weights to the averages if the optimizer's last step was applied (not skipped)
+  // and is not averaged yet. Call it after each step. Does not wait for the device.
   void update();
 
-  // Restarts the averages at the current weights, also after parameters changed dtype or shape
-  // (which `update` refuses).
+  // Restarts the averages at the current weights. This also works after parameters changed dtype or
+  // shape, which makes `update` throw.
   void restart();
 
   // Returns the averages in the order of the optimizer's parameters; later updates overwrite them.
@@ -52,8 +52,8 @@ class AMP_EXT_API WeightAverage {
   };
   Swapped swap();
 
-  // Returns or loads Python's state dict: {"averages": [...], "steps": ..., "n_averaged": ...}. The
-  // returned tensors are those in use. A load that throws changes nothing.
+  // Return and load Python's state dict: {"averages": [...], "steps": ..., "n_averaged": ...}. The
+  // returned tensors are not copied. A load that throws changes nothing.
   c10::IValue state_dict() const;
   void load_state_dict(const c10::IValue& state_dict);
 
