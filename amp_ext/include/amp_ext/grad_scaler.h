@@ -134,9 +134,8 @@ class AMP_EXT_API GradScaler {
   int64_t get_growth_interval() const;
   void set_growth_interval(int64_t interval);
 
-  // Returns true if `optimizer` skipped its step before the last update; if `optimizer` is null,
-  // true if any optimizer did. Returns nullopt if there was no such step. Does not wait for a GPU,
-  // unless `wait` is true.
+  // Returns true if `optimizer`, or any optimizer if it is null, skipped its step before the last
+  // update; nullopt if there was no such step. Does not wait for a GPU, unless `wait` is true.
   std::optional<bool> last_step_skipped(const torch::optim::Optimizer* optimizer = nullptr,
                                         bool wait = false) const;
   ScalerStats stats(bool wait = false) const;

@@ -32,8 +32,7 @@ struct BufferDescription {
   BufferCode code = BufferCode::kNone;
 };
 
-// Strides of the Weyl sequences that dither buffers (see csrc/elements/dither.h), in units of
-// 2^-32.
+// Strides of the sequences that dither buffers (csrc/elements/dither.h), in units of 2^-32.
 inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
 inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
 inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671

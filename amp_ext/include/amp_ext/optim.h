@@ -123,8 +123,8 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   // rounding to nearest would freeze, and none if state_dtype is nullopt.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
   // Clips the norm of the unscaled gradients of all groups inside the step; `grad_norm()` returns
-  // the norm before clipping. nullopt: the norm is neither computed nor clipped. Must be the same
-  // in all groups.
+  // the norm before. nullopt: the norm is neither computed nor clipped. Must be the same in all
+  // groups.
   AMP_EXT_OPTION(std::optional<double>, max_grad_norm)
   // Clips the elements of the unscaled gradients to this magnitude, after `max_grad_norm` was
   // applied. nullopt: no clipping by value.
@@ -342,11 +342,11 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::vector<at::Tensor> master_params();
 
   // Copies parameters that were changed through data() into their master weights now. The next step
-  // notices all other changes by itself. Split master weights don't need this call.
+  // notices other changes by itself. Split master weights don't need this call.
   void refresh_masters();
 
   // Returns a state dict in Python's format: {"state": {0: {"step": ..., ...}}, "param_groups":
-  // [{"lr": ..., "params": [0, ...]}]}. Its tensors are the optimizer's own; save_state copies
+  // [{"lr": ..., "params": [0, ...]}]}. The tensors are the optimizer's own; save_state copies
   // them.
   c10::IValue state_dict() const;
 
