@@ -3,8 +3,8 @@
 // Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; Loshchilov and
 // Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; Reddi, Kale and Kumar, "On
 // the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad takes the maximum of
-// exp_avg_sq before its bias correction, and eps is added after the root. The floor of the
-// denominator does not replace NaN.
+// exp_avg_sq before its bias correction, and eps is added after the root. denominator_floor does
+// not replace a denominator that is NaN.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -28,12 +28,12 @@ struct Adam {
   T one_minus_beta2;
   T eps;
   T step_size;  // lr / (1 - beta1^step)
-  // 1 / sqrt(1 - beta2^step), as a factor, because one more division per element costs 15 %.
+  // 1 / sqrt(1 - beta2^step), by which elements are multiplied: dividing them would cost 15 %.
   T inv_bias_correction2_sqrt;
-  T root_floor;  // lower bound of sqrt(second moment), not bias-corrected; -inf: no bound
+  T root_floor;  // lower bound of sqrt(second moment) before bias correction; -inf: none
 
-  // Computes the constants of step number `step`, from 1. 1 - beta is computed in double: with the
-  // float32 value of beta2 = 0.999 its relative error would be 1.3e-5.
+  // Computes the constants of step number `step`, from 1. The differences 1 - beta are computed in
+  // double: in float32, that of beta2 = 0.999 would have a relative error of 1.3e-5.
   static AMP_EXT_INLINE Adam for_tensor(const AdamHyperparameters& hyperparameters, double lr,
                                         double step) {
     const double beta1 = hyperparameters.beta1;
@@ -57,7 +57,7 @@ struct Adam {
     return update_param(param, exp_avg, exp_avg_sq);
   }
 
-  // AMSGrad: max_exp_avg_sq takes the place of exp_avg_sq in the update.
+  // Overload for AMSGrad, in which max_exp_avg_sq replaces exp_avg_sq in the update.
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq,
                                  V& max_exp_avg_sq) const {
@@ -66,7 +66,8 @@ struct Adam {
     update_param(param, exp_avg, max_exp_avg_sq);
   }
 
-  // Returns a copy with the flags that the fast path implies, so that the compiler drops branches.
+  // Returns a copy whose flags are the constants that the fast path requires, so that the compiler
+  // drops the branches for other values.
   AMP_EXT_INLINE Adam usual() const {
     Adam known = *this;
     known.weight_decay.is_coupled = false;
@@ -75,18 +76,18 @@ struct Adam {
     return known;
   }
 
-  // True if the fast path supports these options: `fast_update` then gives the same bits as the
-  // formula above, or marks the element as unusual. The bounds on beta2 and eps keep the
-  // denominator below 2^61 for any exp_avg_sq below 2^64.
+  // True if the fast path supports these options. `fast_update` then gives the same bits as the
+  // formula above, or marks the element as unusual. With these bounds on beta2 and eps, the
+  // denominator is below 2^61 for any exp_avg_sq below 2^64.
   static bool has_fast_path(const AdamHyperparameters& group) {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            group.beta2 >= 0.5 && group.beta2 <= 1.0 - 0x1p-20 && group.eps >= 0x1p-40 &&
            group.eps <= 0x1p20 && group.denominator_floor == 0.0;
   }
 
-  // Returns 2^32 times the root of exp_avg_sq (2^-63 if it is 0). Root and quotient are computed
-  // from operands scaled by 2^64, so that no intermediate result is subnormal. An exp_avg_sq that
-  // overflows by this scaling makes the parameter NaN, which marks the element as unusual.
+  // Returns 2^32 times the root of exp_avg_sq (2^-63 if exp_avg_sq is 0). Root and quotient are
+  // computed from operands scaled by 2^64, so that no intermediate result is subnormal. If the
+  // scaled exp_avg_sq is inf, the parameter becomes NaN, which marks the element as unusual.
   template <typename Seeds, Division kDivision>
   AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
                                    Unusual& unusual) const {
@@ -101,8 +102,8 @@ struct Adam {
     } else {
       const float quotient = quotient_from(product(numerator, 0x1p64f), denominator,
                                            fast_reciprocal<Seeds>(denominator));
-      // An update below 2^-126 does not change a parameter of 2^-62 or more. With a smaller
-      // parameter, the update would first have to be rounded to a subnormal number.
+      // An update below 2^-126 does not change a parameter of 2^-62 or more. For smaller
+      // parameters, the exact formula would first round such an update to a subnormal number.
       unusual.note_update(quotient, param);
       param = fused_multiply_add(quotient, -0x1p-64f, param);
     }
@@ -118,7 +119,7 @@ struct Adam {
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
   }
 
-  // Returns the root of the second moment.
+  // Updates the parameter and returns the square root of the second moment.
   template <typename V>
   AMP_EXT_INLINE V update_param(V& param, V exp_avg, V second_moment) const {
     const V root = square_root(second_moment);

@@ -1,7 +1,7 @@
 // Clipping of gradients by their global norm and by value.
 //
 // Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013,
-// algorithm 1, with the guard of torch.nn.utils.clip_grad_norm_ against a norm of 0.
+// algorithm 1. As in torch.nn.utils.clip_grad_norm_, adding 1e-6 avoids a division by 0.
 #pragma once
 
 #include <limits>
@@ -10,13 +10,14 @@
 
 namespace amp_ext {
 
-// Returns the sum of squares of one tensor as reported: inf if it is inf or NaN, because NaN means
-// that the tensor has no gradient.
+// Returns the sum of squares of one tensor as it is reported: inf replaces NaN, because a reported
+// NaN means that the tensor has no gradient.
 AMP_EXT_INLINE double squares_of_tensor(double sum) {
   return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
 }
 
-// Returns the factor that clips gradients with this norm, 1 if it is below max_norm; NaN stays NaN.
+// Returns the factor that clips gradients with norm `total_norm` to `max_norm`: 1 if the norm is
+// small enough, NaN if it is NaN.
 template <typename T>
 AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
   const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);

@@ -2,18 +2,18 @@
 // two storable numbers is rounded up in 30 % of the steps. Rounded to nearest, a moment that
 // shrinks by less than half a unit in the last place per step would never shrink.
 //
-// The threshold comes from a Weyl sequence over the steps, with a phase for each element, instead
-// of random numbers. It needs no state and does not depend on the device or on the sharding of a
-// tensor. The mean error is O(log steps / steps); random numbers give O(1 / sqrt(steps)). The phase
-// is the finaliser of MurmurHash3 (Appleby) of index / 8, plus an offset for each of the eight.
+// The threshold between rounding down and up comes from a Weyl sequence over the steps, with a
+// phase for each element, instead of random numbers. It needs no state and does not depend on the
+// device or on the sharding of a tensor. The mean error is O(log steps / steps); random numbers
+// give O(1 / sqrt(steps)). Eight neighbouring elements have as phases a hash of index / 8 (the
+// finaliser of MurmurHash3, Appleby) plus evenly spread offsets.
 //
-// The strides of parameters and second moments are two of the three fractions of the R-sequence in
-// three dimensions (Roberts, "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made
-// odd. The third fraction, 0.671, nearly repeats every three steps, and a first moment, which
-// averages about ten steps, would add up the errors. For first moments, the golden section
-// therefore reduces the error of Adam's updates by a sixth, and sqrt(2) - 1 that of SGD's by a
-// fifth, also in rows with rare gradients. Lion uses 0.671, which flips the fewest signs in such
-// rows.
+// A stride is the step of a sequence, as a fraction of 2^32. Those of parameters and second moments
+// are two of the three fractions of the R-sequence in three dimensions (Roberts, "The Unreasonable
+// Effectiveness of Quasirandom Sequences", 2018), made odd. The third, 0.671, nearly repeats every
+// three steps, so a first moment, which averages about ten steps, would add up the errors. The
+// golden section reduces the error of Adam's updates by a sixth, and sqrt(2) - 1 that of SGD's by a
+// fifth, also in rows with rare gradients. Lion uses 0.671: it flips the fewest signs in such rows.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -28,8 +28,8 @@ namespace amp_ext {
 // Weyl stride of parameters. The strides of buffers are in amp_ext/hyperparameters.h.
 inline constexpr uint32_t kParamStride = 0xD1B54A33u;
 
-// Returns the hash of index / 8, passed as its low and high 32 bits; eight neighbouring elements
-// share it. `high` is a U or a scalar. The low bits of the hash are less random, and matter least.
+// Returns the hash that eight neighbouring elements share. `low` and `high` are the halves of their
+// index / 8; `high` may be a scalar. The hash's low bits are less random, but they matter least.
 template <typename U, typename High>
 AMP_EXT_INLINE U dither_hash(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
@@ -45,22 +45,23 @@ AMP_EXT_INLINE uint32_t dither_phase(uint64_t place) {
          static_cast<uint32_t>(place) * kPhaseStride;
 }
 
-// Returns a value whose upper 16 bits are the dithered bfloat16, unless the value is NaN. `word` is
-// phase + stride * step; its upper 16 bits are added before the lower bits are cut off.
+// Returns bits whose upper half is `value` rounded to bfloat16 with dithering; wrong for NaN.
+// `word` is phase + stride * step. Adding its upper 16 bits before the caller drops the lower half
+// makes the result round up in the right share of the steps.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_upper_bits(V value, U word) {
   return bits_of(value) + (word >> 16);
 }
 
-// Returns the bits of the dithered float16 in the lower 16 bits.
+// Returns `value` rounded to float16 with dithering, in the lower 16 bits.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_half_bits(V value, U word) {
   const U sign = (bits_of(value) >> 16) & 0x8000u;
   const U magnitude = bits_of(value) & 0x7fffffffu;
-  const auto size = as_signed(magnitude);  // not every processor compares unsigned
+  const auto size = as_signed(magnitude);  // not every instruction set compares unsigned integers
   const U added = word >> 19;
   const U normal = ((magnitude + added) >> 13) - ((127u - 15u) << 10);
-  // Subnormal: count units of 2^-37, of which 2^13 are one unit of a float16.
+  // Subnormal float16: counts units of 2^-37. 2^13 of them are a unit of the result, 2^-24.
   const V small = select(size < 0x38800000, float_of(magnitude), V{});  // below 2^-14
   const U subnormal = (to_integer(small * 0x1p37f) + added) >> 13;
   const U nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);

@@ -15,7 +15,7 @@
 namespace amp_ext {
 
 // Division on the fast path: kFast is a short sequence of instructions for normal quotients; kExact
-// is the operator, for engines where quotients may be subnormal.
+// is the division operator, which also handles subnormal quotients.
 enum class Division { kFast, kExact };
 
 // True if the options that all optimizers share allow the fast path.
@@ -24,24 +24,24 @@ inline bool takes_fast_path(const CommonHyperparameters& group) {
          (group.weight_decay == 0.0 || group.decoupled_weight_decay);
 }
 
-// True if Interpolation, with this weight of the newest value, starts from the old value.
+// True if Interpolation starts from the old value when the newest value has this weight.
 inline bool interpolates_from_start(double weight) {
   return !Interpolation<float>::of(weight, 1.0 - weight).from_end;
 }
 
-// Collects whether one of several elements needs the general formula.
+// Records whether at least one of several elements needs the general formula.
 struct Unusual {
-  float not_finite = 0.0f;          // NaN after a result that was inf or NaN
-  uint32_t smallest = 0xffffffffu;  // smallest of the doubled bits that note_update() has seen
-  uint32_t codes = 0;               // packed bytes; a set top bit marks an 8-bit NaN
+  float not_finite = 0.0f;          // becomes NaN after a result that is inf or NaN
+  uint32_t smallest = 0xffffffffu;  // smallest value that note_update() recorded
+  uint32_t codes = 0;               // four bytes; a set top bit marks an unusual stored value
 
   AMP_EXT_INLINE void note_result(float result) {
     not_finite = fused_multiply_add(result, 0.0f, not_finite);
   }
-  // Records the larger of update and parameter, unless the update is 0; is_found() tests whether
-  // both were tiny.
+  // Records the larger magnitude of update and parameter, as float bits without the sign, unless
+  // the update is 0. is_found() returns true if both were below 2^-62.
   AMP_EXT_INLINE void note_update(float update, float param) {
-    const uint32_t of_update = 2 * bits_of(update) - 1;  // 0 becomes the maximum
+    const uint32_t of_update = 2 * bits_of(update) - 1;  // an update of 0 gives the largest number
     const uint32_t of_param = 2 * bits_of(param);
     const uint32_t larger = of_update > of_param ? of_update : of_param;
     smallest = smallest < larger ? smallest : larger;

@@ -19,9 +19,9 @@ AMP_EXT_INLINE float inverse_scale(float scale) {
 // Device memory that an update of the scale reads and writes.
 struct ScaleMemory {
   float* scale;             // [1], the loss scale
-  int32_t* growth_tracker;  // [1], steps without overflow since the last change of the scale
-  int32_t*
-      hysteresis_tracker;  // [1], overflows left until the scale shrinks; null: each shrinks it
+  int32_t* growth_tracker;  // [1], number of updates without overflow since the scale changed
+  // [1], number of overflows left until the scale shrinks; null: every overflow shrinks it.
+  int32_t* hysteresis_tracker;
 };
 
 // Lowers the scale after an overflow, and raises it after growth_interval steps without overflow
@@ -50,7 +50,7 @@ AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparam
   *state.growth_tracker = 0;
   double wanted = static_cast<double>(scale) * hyperparameters.growth_factor;
   if (wanted > hyperparameters.max_scale) {
-    wanted = larger<double>(hyperparameters.max_scale, scale);  // a scale above it was set by hand
+    wanted = larger<double>(hyperparameters.max_scale, scale);  // keep a larger scale, set by hand
   }
   const auto grown = static_cast<float>(wanted);
   if (!is_finite(grown) || grown == scale) return;

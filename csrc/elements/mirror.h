@@ -11,13 +11,13 @@ namespace amp_ext {
 // Number of past values in the history of a report.
 inline constexpr int kHistory = 4096;
 
-// First members of every report. In the mirror, the two differ during a write.
+// First members of every report. In the mirror, they differ while a write is in progress.
 struct ReportStamps {
   int64_t started = 0;   // number of the last write that was started
   int64_t finished = 0;  // number of the last write that was finished
 };
 
-// Copies every `stride`-th 8-byte word, from index `first` on; several threads can share a copy.
+// Copies every `stride`-th 8-byte word, from index `first` on, so that threads can share a copy.
 AMP_EXT_INLINE void copy_words(const void* from, void* to, int64_t first, int64_t words,
                                int64_t stride) {
   for (int64_t i = first; i < words; i += stride) {
@@ -34,7 +34,7 @@ AMP_EXT_INLINE void fence_for_host() {
 #endif
 }
 
-// Calls copy(), which writes the mirror, and stamps the mirror before and after it.
+// Calls copy() to write the mirror, and stores `number` in its stamps: one before, one after it.
 template <typename Copy>
 AMP_EXT_INLINE void write_mirror(ReportStamps* mirror, int64_t number, const Copy& copy) {
   *static_cast<volatile int64_t*>(&mirror->started) = number;

@@ -1,16 +1,16 @@
 // 8-bit formats of moments.
 //
-// An optimizer with both moments stores the first one as its ratio to the root of the second one
-// (RatioCode). With Adam's betas the ratio is at most 7.3, so blocks need no scale, and large
-// neighbours don't increase the relative error of an update. The unit of a ratio is the power of
-// two at or below that root. A second moment (RootCode) or a momentum (MomentumCode) has as unit a
-// power of two that a block of 32 elements shares.
+// An optimizer with both moments stores the first moment as its ratio to the square root of the
+// second moment (RatioCode). With Adam's betas the ratio is at most 7.3, so blocks need no scale,
+// and large neighbours don't increase the relative error of an update. Ratios are divided by a
+// unit, the power of two at or below that root. For a second moment (RootCode) or a momentum
+// (MomentumCode), the unit is a power of two that 32 elements (a block) share.
 //
-// inf and NaN are never lost: ratios have a code for NaN, and blocks have an exponent that makes
-// all 32 elements NaN.
+// inf and NaN are never lost: RatioCode has a code for NaN, and a special exponent makes all 32
+// elements of a block NaN.
 //
-// V is float or a vector of float, U is uint32_t or a vector of as many uint32_t. The 8-bit code is
-// in the last bits of a U.
+// V is float or a vector of float, U is uint32_t or a vector of as many uint32_t. An 8-bit code is
+// in the lowest bits of a U.
 #pragma once
 
 #include <cmath>
@@ -24,38 +24,38 @@ namespace amp_ext {
 // Number of elements that share an exponent.
 inline constexpr int kBlockSize = 32;
 
-// Returns the unit of a ratio: the power of two at or below the root of a second moment (>= 0).
-// Argument and result are float bits, so no root is computed. 0 and subnormal numbers give 2^-64;
-// inf and NaN give inf, because half of their exponent would look finite.
+// Returns the unit of a ratio: the power of two at or below the root of a second moment, which is
+// not negative. Argument and result are float bits: halving an exponent replaces the root. 0 and
+// subnormal numbers give 2^-64; inf and NaN give inf, because half their exponent would be finite.
 template <typename U>
 AMP_EXT_INLINE U unit_below_root(U bits) {
   const U unit = ((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
   return select(as_signed(bits) < 0x7f800000, unit, U{} + 0x7f800000u);
 }
-// Returns the same unit from the bits of the root.
+// Returns the unit of a ratio from the bits of the root itself, instead of the second moment.
 template <typename U>
 AMP_EXT_INLINE U unit_below(U bits) {
   return larger_word(bits & 0x7f800000u, U{} + 0x1f800000u);
 }
 
-// Returns twice the inverse of the unit of a finite root, given by the bits of the root.
+// Returns the bits of 2 / unit, from the bits of a finite root (see unit_below).
 template <typename U>
 AMP_EXT_INLINE U twice_inverse_unit(U bits) {
   const U inverse = ~bits & 0x7f800000u;  // the bits of 2^128 minus the bits of the unit
   return smaller_word(inverse, U{} + 0x60000000u);
 }
-// Returns twice the inverse of the unit, from the bits of a finite second moment.
+// Returns the bits of 2 / unit, from the bits of a finite second moment (see unit_below_root).
 template <typename U>
 AMP_EXT_INLINE U twice_inverse_unit_below_root(U bits) {
   return ~((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
 }
 
-// Format of a first moment: the sign, and a 7-bit index into 127 ratios; index 127 is NaN. `unit`
-// has the bits of a power of two.
+// Format of a first moment: the sign, and a 7-bit index that selects one of 127 ratios to the unit;
+// index 127 is NaN. `unit` has the bits of a power of two.
 //
-// A ratio has the index kOrigin - x with bits(x) = kMirror - bits(ratio + kOffset). Float bits are
-// nearly logarithms, so x is about 98 / (ratio + kOffset), a hyperbola that takes only one integer
-// subtraction. Neighbouring ratios are (ratio + 0.73)^2 / 97 apart, up to a factor of 1.5.
+// A ratio has the index kOrigin - x, where bits(x) = kMirror - bits(ratio + kOffset). Float bits
+// are nearly logarithms, so x is about 98 / (ratio + kOffset), although only integers are
+// subtracted. Neighbouring ratios are (ratio + 0.73)^2 / 97 apart, up to a factor of 1.5.
 struct RatioCode {
   static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus the bits of 0.75
   static constexpr float kOrigin = 132.0f;
@@ -71,7 +71,7 @@ struct RatioCode {
     return float_of(select(place == kNan, U{} + 0x7fc00000u, moment));
   }
 
-  // Decodes an index that is not NaN. `place` has the bits of 2^23 plus the index.
+  // Dequantizes an index other than that of NaN. `place` has the bits of the float 2^23 + index.
   static constexpr uint32_t kPlaceBits = 0x4b000000u;
   template <typename U>
   static AMP_EXT_INLINE auto decode_number(U place, U unit, U sign) {
@@ -80,20 +80,20 @@ struct RatioCode {
     return float_of(bits_of(ratio * float_of(unit)) | sign);
   }
 
-  // With rounding to nearest, a ratio that changes by less than half a code per step would freeze:
-  // for example a small ratio while gradients are 0, which would keep moving its parameter, any
-  // ratio if beta1 is near 1, or the ratio of gradients that agree.
+  // Quantizes a moment. Rounding to nearest would freeze a ratio that changes by less than half a
+  // code per step: for example a small ratio while gradients are 0, which would keep moving its
+  // parameter, any ratio if beta1 is near 1, or the ratio of gradients that agree.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
     const U sum = sum_of(moment, unit);
     const U added = select(dithers, word >> 19, U{} + 4096u);
     const U code = (((place_of(sum) + added) >> 13) & 0x7fu) | ((bits_of(moment) >> 24) & 0x80u);
-    // Encodes NaN if the sum is inf, NaN, or negative because the unit is infinite.
+    // Gives the code of NaN if the sum is inf or NaN, or negative because the unit is infinite.
     return select(as_signed(sum >> 23) < 255, code, U{} + kNan);
   }
 
-  // Returns the dithered index, in bits 13 to 19, of a moment whose ratio is finite. The sum is
-  // twice that of `encode` and is rounded in the same way.
+  // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. Because of the
+  // factor 2 in 2 / unit, the sum is twice that of `encode`; it is rounded in the same way.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =
@@ -108,8 +108,8 @@ struct RatioCode {
     const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
     return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
   }
-  // Returns the index in units of 2^-13, the resolution of this difference, so that a decoded value
-  // is encoded to the same code with any `word`. `sum` is multiplied by 2^kPower.
+  // Returns the index in units of 2^-13, the resolution of the difference below. So a dequantized
+  // value gets its old index again, whatever the dither. `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>
   static AMP_EXT_INLINE U place_of(U sum) {
     constexpr uint32_t kLimit = kLargest + (kPower << 23);
@@ -118,16 +118,16 @@ struct RatioCode {
   }
 };
 
-// Unit of a block, a power of two. `byte` is its float32 exponent; 255 (inf) marks a block with an
-// inf or NaN: all codes are 0, and all elements are decoded as NaN.
+// Unit of a block, a power of two. `byte` is its biased float32 exponent. 255 marks a block with an
+// inf or NaN: all of its codes are 0, and all of its elements are dequantized as NaN.
 struct BlockUnit {
   static constexpr uint32_t kNan = 255;
 
   uint32_t byte;
 
   // Returns the unit above the largest magnitude of a block. `largest` has the bits of that
-  // magnitude, with its rounding; `last` is the largest unit, beyond which codes saturate;
-  // `reserve` is the distance in bits from the largest code to the unit.
+  // magnitude, after its rounding; `last` is the exponent of the largest unit, beyond which codes
+  // saturate; `reserve` is the distance, in float bits, from the largest code to the unit.
   static AMP_EXT_INLINE BlockUnit above(uint32_t largest, uint32_t last, uint32_t reserve) {
     const uint32_t exponent = ((largest + reserve) >> 23) + 1;
     return {largest >= 0x7f800000u ? kNan : exponent < last ? exponent : last};
@@ -137,15 +137,15 @@ struct BlockUnit {
   AMP_EXT_INLINE float inverse() const { return float_of((254 - byte) << 23); }
 };
 
-// Format of a second moment: its root plus 1/16 of the unit. Floats near 1/16 are evenly spaced, so
-// small roots need no separate case. Only 0 gets code 0; otherwise a small second moment in a block
-// with large ones would become 0, and its first moment would be divided by eps alone.
+// Format of a second moment: its root in units, plus 1/16. Floats near 1/16 are evenly spaced, so
+// small roots need no separate case. Only a root of 0 gets code 0: if a small second moment in a
+// block with large ones became 0, its first moment would be divided by eps alone.
 struct RootCode {
   static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64: its square is inf
   static constexpr uint32_t kReserve = 0x100000;   // the largest code is below 15/16 of the unit
   static constexpr uint32_t kSixteenth = 0x3d800000u;
 
-  // Returns the value to encode. The functor has already computed the root.
+  // Returns the root to quantize, as computed by the functor. Below 2^-63 it counts as 0.
   template <typename V>
   static AMP_EXT_INLINE V measured(V root) {
     return select(root < 0x1p-63f, V{}, root);
@@ -154,7 +154,7 @@ struct RootCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured * measured;
   }
-  // Adds the rounding. Roots are below 2^64, so the sum does not overflow.
+  // Adds the dither, or half a code, to the bits of a root below 2^64. So the sum is finite.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     return bits + added(dithers, word);
@@ -174,21 +174,21 @@ struct RootCode {
   }
 
   // Constants of the fast path, which always dithers. On a GPU its roots are multiplied by 2^32,
-  // and second moments are below 2^64. `largest` has the bits of a block's largest root, with
-  // rounding. Within 2^17 above kFastLeast, the rounding hides whether the root counts as 0: the
-  // block is unusual.
+  // and second moments are below 2^64. `largest` has the bits of a block's largest root plus its
+  // dither. If `largest` is less than 2^17 above kFastLeast, the root itself may be on either side
+  // of the limit below which it counts as 0, so the block is unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
     return largest - kFastLeast < (1u << 17);
   }
-  // Returns the exponent byte of the unit of a block; 1 if the block is all zeros.
+  // Returns the exponent byte of a block's unit; 1 if all roots of the block count as 0.
   static AMP_EXT_INLINE uint32_t fast_unit(uint32_t largest) {
     return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
   }
-  // Returns the code in bits 17 and up, plus kSixteenth. `root` and `least` are multiplied by
-  // 2^kExponent, and `inverse_unit` is divided by it. `least`, 2^-10 of the unit, gives every
-  // nonzero root a code of at least 1.
+  // Returns (code << 17) + kSixteenth, plus lower bits to ignore. `root` and `least` are multiplied
+  // by 2^kExponent, and `inverse_unit` is divided by it. `least`, 2^-10 of the unit, replaces
+  // smaller roots other than 0, so that these get a code of at least 1.
   template <int kExponent = kFastExponent, typename V, typename U>
   static AMP_EXT_INLINE U fast_encode(V root, V least, V inverse_unit, U word) {
     constexpr float kLeastRoot = kExponent == 0 ? 0x1p-63f : 0x1p-31f;
@@ -196,7 +196,7 @@ struct RootCode {
     const V measured = root < kLeastRoot ? V{} : maximum(root, least);
     return bits_of(add_exact_product(measured, inverse_unit, V{} + 0.0625f)) + (word >> 15);
   }
-  // Decodes a code in bits 17 and up, plus kSixteenth. Both products are exact.
+  // Dequantizes (code << 17) + kSixteenth. Both products with the unit are exact.
   template <typename V, typename U>
   static AMP_EXT_INLINE V fast_decode(U bits, V unit) {
     return add_exact_product(float_of(bits), unit, unit * -0.0625f);
@@ -209,8 +209,8 @@ struct RootCode {
   }
 };
 
-// Format of a momentum: the sign, and the magnitude as a fraction of the unit. Codes are linear
-// below 1/8; above it, each octave (factor of two) has as many codes as the linear part.
+// Format of a momentum: the sign, and the magnitude as a fraction of the unit. Codes are linear in
+// fractions below 1/8; above, each octave (factor of two) has as many codes as that linear part.
 struct MomentumCode {
   static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 would be subnormal
   static constexpr uint32_t kReserve = 0;
@@ -223,15 +223,16 @@ struct MomentumCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured;
   }
-  // Adds the rounding to the bits of a magnitude, before the unit of its block is chosen. Otherwise
-  // the largest magnitude would be limited to the last code below the unit, and could not grow by
-  // less than one code per step.
+  // Adds the dither, or half a code, to the bits of a magnitude before the unit of its block is
+  // chosen. If it were added later, the largest magnitude would be limited to the last code below
+  // the unit, and could not grow by less than one code per step.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     const U sum = bits + added(dithers, word);
     const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
     const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
-    return select(as_signed(bits) < 0x00800000, bits, finite);  // their unit is the least one
+    return select(as_signed(bits) < 0x00800000, bits,
+                  finite);  // subnormal: the unit is the smallest anyway
   }
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V measured, float inverse_unit, bool dithers, U word) {

@@ -3,8 +3,8 @@
 //
 // Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
 // defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. ZClip
-// clips outliers to another value than the limit and adds it to the statistics; here outliers never
-// enter them.
+// clips outliers to another value than the limit and adds that value to the statistics; here, the
+// statistics ignore outliers that are skipped or clipped.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -17,24 +17,26 @@
 
 namespace amp_ext {
 
-// State of a guard after some number of norms.
+// State of a guard after the norms that it has seen so far.
 struct NormSummary : ReportStamps {
-  int64_t norms = 0;            // number of norms so far, including inf and NaN
-  int64_t entered = 0;          // number of norms that ever entered the statistics
-  int64_t outliers = 0;         // number of norms at which the guard skipped or clipped
-  int64_t nonfinite = 0;        // number of norms that were inf or NaN
-  int64_t last_outlier = 0;     // number of the norm of the last outlier, from 1; 0: none yet
-  int64_t outliers_in_row = 0;  // consecutive outliers, not counting norms above max_norm
+  int64_t norms = 0;         // number of norms so far, including inf and NaN
+  int64_t entered = 0;       // number of norms that ever entered the statistics
+  int64_t outliers = 0;      // number of norms at which the guard skipped or clipped
+  int64_t nonfinite = 0;     // number of norms that were inf or NaN
+  int64_t last_outlier = 0;  // position of the last outlier among all norms, from 1; 0: none yet
+  // Number of outliers since the last norm in the statistics, without norms above max_norm.
+  int64_t outliers_in_row = 0;
   int64_t last_was_skipped = 0;
   int64_t count = 0;  // number of norms in the statistics since they last restarted
   double mean = 0.0;
   double variance = 0.0;
   double last_norm = 0.0;
   double limit = std::numeric_limits<double>::infinity();  // a larger next norm is an outlier
-  int64_t similar_norms = 0;  // consecutive norms that are close to similar_norm
+  int64_t similar_norms = 0;  // number of consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 
-  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which imply the others.
+  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which determine the
+  // rest.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("norms", &NormSummary::norms);
@@ -50,7 +52,7 @@ struct NormSummary : ReportStamps {
   }
 };
 
-// Device memory of a guard. The mirror in host memory contains a part of it.
+// Memory of a guard on the device. Its mirror in host memory holds the summary and the history.
 struct NormGuardMemory : NormSummary {
   NormGuardHyperparameters hyperparameters;
   NormGuardMemory* mirror = nullptr;
@@ -71,7 +73,7 @@ AMP_EXT_INLINE double deviation_of(const NormSummary& summary) {
   return larger(square_root(summary.variance), 0.01 * summary.mean);
 }
 
-// Returns the limit above which a norm is an outlier of these statistics.
+// Returns the limit above which a norm is an outlier, according to the statistics alone.
 AMP_EXT_INLINE double limit_of(const NormSummary& summary,
                                const NormGuardHyperparameters& hyperparameters) {
   if (summary.entered < hyperparameters.warmup_steps) {
@@ -80,8 +82,8 @@ AMP_EXT_INLINE double limit_of(const NormSummary& summary,
   return summary.mean + hyperparameters.sigma_factor * deviation_of(summary);
 }
 
-// Returns the limit for the next norm. After patience - 1 consecutive outliers the statistics set
-// no limit (max_norm still does): the next outlier is accepted and restarts them at its level.
+// Returns the limit for the next norm. After patience - 1 consecutive outliers, the statistics set
+// no limit (max_norm still does), so they accept the next outlier and restart at its level.
 AMP_EXT_INLINE double next_limit(const NormSummary& summary,
                                  const NormGuardHyperparameters& hyperparameters) {
   const double limit = limit_of(summary, hyperparameters);
@@ -108,7 +110,7 @@ AMP_EXT_INLINE void enter_statistics(double norm, const NormGuardHyperparameters
   summary.outliers_in_row = 0;
 }
 
-// Counts the norm of a step.
+// Counts the norm of a step, and adds it to the statistics unless it is an outlier or not finite.
 AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& memory) {
   const NormGuardHyperparameters& hyperparameters = memory.hyperparameters;
   const double value = is_finite(norm) ? norm : std::numeric_limits<double>::infinity();
@@ -134,8 +136,8 @@ AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& me
   memory.limit = next_limit(memory, hyperparameters);
 }
 
-// Ends a step. There is no norm to count (`is_absent`) if a scaler found an overflow or no
-// parameter had a gradient.
+// Counts the norm of a step and updates the mirror. `is_absent` is true if there is no norm to
+// count, because a scaler found an overflow or no parameter had a gradient.
 AMP_EXT_INLINE void end_guarded_step(float norm, bool is_absent, bool was_skipped,
                                      NormGuardMemory& memory) {
   if (!is_absent) count_norm(norm, was_skipped, memory);

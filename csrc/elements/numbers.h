@@ -1,5 +1,5 @@
-// Number formats of a parameter and its state: the arrays that store a number, and its rounding.
-// The engines load and store these formats in cpu/number.h and cuda/number.cuh.
+// Number formats of a parameter and its state: in which arrays each number is stored, and how it is
+// rounded. The engines load and store these formats in cpu/number.h and cuda/number.cuh.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ constexpr BufferFormat format_of(BufferCode code) {
   return code == BufferCode::kRatio ? BufferFormat::kRatio8 : BufferFormat::kBlockwise8;
 }
 
-// An array of Storage, rounded to nearest even.
+// Format of numbers in an array of Storage, rounded to nearest even.
 template <typename Storage>
 struct Plain {
   using Stored = Storage;
@@ -44,19 +44,19 @@ struct Mastered {
   static constexpr Master kMaster = Master::kFloat32;
 };
 
-// A parameter that is the upper part of its split master; a second array holds the residual, of
-// kBits bits.
+// A parameter that is the upper part of its split master weight. A second array holds the lower
+// part, the residual of kBits bits.
 template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
   using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
   static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
-  // True if the residual is a difference (SplitHalf16), false if it has the lower bits of the
-  // master's magnitude (SplitMaster).
+  // True if the residual is the difference of master and parameter (SplitHalf16), false if it has
+  // the lower bits of the master's magnitude (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
 };
 
-// First moments in 8 bits: ratios to the roots of the second moments as stored.
+// First moments in 8 bits: ratios to the square roots of the second moments as these are stored.
 struct Ratio {
   static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
 };

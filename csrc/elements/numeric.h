@@ -17,7 +17,8 @@
 
 namespace amp_ext {
 
-// Chooses, for each element, one of two elements, or an element or a constant.
+// Returns if_true where the condition holds, else if_false. With a vector as condition, this is
+// done lane by lane, and one of the values may be a scalar.
 template <typename Condition, typename First, typename Second>
 AMP_EXT_INLINE auto select(Condition condition, First if_true, Second if_false) {
   return condition ? if_true : if_false;
@@ -54,8 +55,8 @@ AMP_EXT_INLINE float product(float a, float b) {
 #endif
 }
 
-// Interpolates: start + weight * (end - start). Like torch.lerp, it starts from the nearer of the
-// two, so that a weight of 1 gives exactly `end`.
+// Computes start + weight * (end - start). Like torch.lerp, it starts from the nearer of the two,
+// so that a weight of 1 gives exactly `end`.
 template <typename T>
 struct Interpolation {
   bool from_end;

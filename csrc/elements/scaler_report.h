@@ -13,11 +13,11 @@ struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;
-  int64_t settled_after = -1;    // updates before the first one without overflow; -1: none yet
-  int64_t nonfinite_slot = -1;   // report slot of the optimizer with the last inf or NaN gradient
-  int64_t nonfinite_index = -1;  // index of that gradient among those of the optimizer
-  int64_t nonfinite_update = 0;  // number of the update that reported the gradient
-  double scale = 0.0;            // scale after the update
+  int64_t settled_after = -1;    // number of updates before the first without overflow; -1: none
+  int64_t nonfinite_slot = -1;   // slot of the optimizer with the last inf or NaN gradient; or -1
+  int64_t nonfinite_index = -1;  // index of that gradient among the optimizer's; or -1
+  int64_t nonfinite_update = 0;  // number of the update that reported it; or 0
+  double scale = 0.0;            // scale after the last update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
   double settled_scale = 0.0;
@@ -28,7 +28,7 @@ struct ScalerReport : ScalerSummary {
 };
 
 struct OptimizerReport {
-  int64_t update = 0;  // number of the last update that included the optimizer; 0: none
+  int64_t update = 0;  // number of the last update that had a flag of the optimizer; 0: none
   int64_t skips = 0;
   int64_t last_was_skipped = 0;
 };
@@ -39,13 +39,12 @@ inline constexpr int64_t kNoTensor = INT64_MAX;
 // Result of the scan of one optimizer's gradients on one device.
 struct OverflowFlag {
   const float* found_inf;  // [1], not 0 after an overflow
-  // [1], index of the first gradient with inf or NaN, or kNoTensor (which updates restore); or
-  // null.
+  // [1], index of the first gradient with inf or NaN; updates reset it to kNoTensor. May be null.
   int64_t* first_nonfinite;
-  int64_t slot;  // index of the optimizer's report
+  int64_t slot;  // index of the optimizer's report in ReportMemory::optimizers
 };
 
-// Counts one flag before the update of the scale; `found` is true if the flag is set.
+// Adds one flag to the reports, before the scale is updated; `found` is true if the flag is set.
 AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerReport& report,
                                 OptimizerReport* optimizers) {
   OptimizerReport& optimizer = optimizers[flag.slot];
@@ -65,7 +64,7 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
   *flag.first_nonfinite = kNoTensor;
 }
 
-// Counts an update, after all of its flags were counted.
+// Adds an update to the report, after report_flag() was called for all of its flags.
 AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale_after,
                                   ScalerReport& report) {
   if (report.updates == 0) report.smallest_scale = report.largest_scale = scale_before;

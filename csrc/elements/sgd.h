@@ -24,7 +24,7 @@ struct Sgd {
   bool nesterov;
 
   // Computes the constants of step number `step`, from 1. The first step is not dampened: its
-  // momentum_buffer is the gradient. Only dampening needs a step counter; without one `step` is 0.
+  // momentum_buffer is the gradient. Without dampening, `step` may be 0: no counter is needed.
   static AMP_EXT_INLINE Sgd for_tensor(const SgdHyperparameters& hyperparameters, double lr,
                                        double step) {
     const bool first = step == 1.0;
@@ -50,7 +50,7 @@ struct Sgd {
     param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
   }
 
-  // Fast path: see Adam.
+  // Members of the fast path, which Adam documents.
   static bool has_fast_path(const SgdHyperparameters& group) { return takes_fast_path(group); }
   AMP_EXT_INLINE Sgd usual() const {
     Sgd known = *this;

@@ -1,15 +1,16 @@
 // Split masters: a 16-bit parameter and a residual of 16 or 8 bits together store a float32 master,
 // or its upper 24 bits if the residual has 8.
 //
-// bfloat16, and float16 with 8 bits: the magnitude's bits are cut in two, and the residual is the
-// lower part, as a signed number. If its sign bit is set, the residual is at least half of the
-// parameter's last place and the parameter was rounded up, as in apex's distributed fused Adam. The
-// parameter is thus the master rounded to nearest, ties away from zero. A split never gives a zero
-// parameter with a negative residual: such a zero was written from outside, and the master is zero.
+// In bfloat16, and in float16 with residuals of 8 bits, the magnitude's bits are cut in two. The
+// residual is the lower part, read as a signed number: if its sign bit is set, the lower part is at
+// least half of the parameter's last place, and the parameter was rounded up, as in apex's
+// distributed fused Adam. The parameter is thus the master rounded to nearest, ties away from zero.
+// A split never gives a zero parameter with a negative residual: such a zero was written from
+// outside, and the master is zero.
 //
-// float16 with 16 bits: the parameter is the master rounded to nearest even. The residual is the
-// difference, in units of 2^-15 of the parameter's last place; it is exact for parameters from
-// 2^-16 on. Masters that would round to inf become 65504.
+// In float16 with residuals of 16 bits, the parameter is the master rounded to nearest even. The
+// residual is the difference, in units of 2^-15 of the parameter's last place; it is exact for
+// parameters from 2^-16 on. Masters that would round to inf become 65504.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -21,7 +22,7 @@
 
 namespace amp_ext {
 
-// Returns the bits of the master's magnitude. `residual` has kLowBits bits and zeros above.
+// Returns the bits of the master's magnitude. `residual` has kLowBits bits, and zeros above them.
 template <int kLowBits, typename U>
 AMP_EXT_INLINE U joined_magnitude(U param, U residual) {
   const U magnitude = param & 0x7fffu;
@@ -30,8 +31,8 @@ AMP_EXT_INLINE U joined_magnitude(U param, U residual) {
   return select(as_signed(magnitude) < as_signed(was_rounded_up), U{}, joined);
 }
 
-// Returns the magnitude of the parameter, rounded up if the last kLowBits of `bits`, the residual,
-// are at least a half.
+// Returns the magnitude of the parameter: `bits` without the last kLowBits (the residual), rounded
+// up if these are at least a half.
 template <int kLowBits, typename U>
 AMP_EXT_INLINE U upper_part(U bits) {
   return (bits >> kLowBits) + ((bits >> (kLowBits - 1)) & 1u);
@@ -44,7 +45,7 @@ AMP_EXT_INLINE U without_last_bits(U bits, bool dithers, U word) {
   return (bits + select(dithers, word >> (32 - kBits), to_even)) >> kBits;
 }
 
-// Splits and joins masters. `param` has the bits of the parameter.
+// Splits and joins float32 master weights. `param` has the bits of the 16-bit parameter.
 template <typename Storage, int kLowBits>
 struct SplitMaster;
 
@@ -56,9 +57,9 @@ struct SplitMaster<BFloat16, kLowBits> {
     return float_of(magnitude | ((param >> 15) << 31));
   }
 
-  // Joins a parameter in the upper half of its word and a residual in its final position,
-  // sign-extended. Faster than join(), but NaN for a zero parameter that was written next to a
-  // negative residual.
+  // Joins a parameter in the upper half of its word and a residual that is sign-extended and
+  // already shifted into place. This is faster than join(), but gives NaN for a zero parameter that
+  // was written from outside next to a negative residual.
   template <typename U>
   static AMP_EXT_INLINE auto join_number(U param, U residual) {
     return float_of(param + residual);
@@ -108,7 +109,7 @@ struct SplitMaster<Half, 8> {
 
 // A float16 parameter with a residual of 16 bits. Parameter and master are passed as floats.
 struct SplitHalf16 {
-  // Returns the float32 exponent of 2^-15 of the last place of a float16.
+  // Returns the float32 exponent byte of the residual's unit, 2^-15 of the last place of `param`.
   template <typename V>
   static AMP_EXT_INLINE auto unit_exponent(V param) {
     using U = decltype(bits_of(V{}));
@@ -116,7 +117,7 @@ struct SplitHalf16 {
     return select(as_signed(exponent) < 113, U{} + 113u, exponent) - 25u;  // 10 + 15
   }
 
-  // Returns the value that is rounded to the parameter: a finite master, limited to 65504.
+  // Returns the value to split: the master, limited to a magnitude of 65504 if it is finite.
   template <typename V>
   static AMP_EXT_INLINE V saturated(V master) {
     const auto size = as_signed(bits_of(master) & 0x7fffffffu);
@@ -130,8 +131,8 @@ struct SplitHalf16 {
   static AMP_EXT_INLINE V join(V param, U residual) {
     const V number = to_number(residual << 16) * 0x1p-16f;
     // Just below a power of two, float16 values are only half as far apart, so a residual towards
-    // zero is at most 8192 units there. A larger one belongs to another parameter, which was
-    // overwritten from outside, and is limited.
+    // zero is at most 8192 units there. A larger one belongs to an earlier value of the parameter,
+    // which was overwritten from outside, and is limited to 8192.
     const U bits = bits_of(param);
     const U mantissa = bits & 0x007fffffu;
     const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);

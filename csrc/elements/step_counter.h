@@ -1,5 +1,5 @@
-// The step counter of a state, a float32 as in torch. From 2^24 on, adding 1 leaves a float32
-// unchanged, so each step takes the next larger float32 instead: its bits go on counting.
+// The step counter of a state, a float32 as in torch. From 2^24 on, adding 1 would leave a float32
+// unchanged, so each step takes the next larger float32 instead, and steps are counted by its bits.
 #pragma once
 
 #include <cstdint>
