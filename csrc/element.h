@@ -53,15 +53,15 @@ struct StepDecision {
       if (!is_finite(max_norm)) return factor;
     }
     factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
-    // In float32, the norm may overflow and the coefficient underflow: then use float64.
+    // If the norm overflows or the coefficient underflows in float32, use the norm in float64.
     const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
     factor.clip_coefficient64 =
         fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
     return factor;
   }
 
-  // Counts the norm in the statistics of the guard. Call it after the last kernel that reads the
-  // inputs.
+  // Adds the norm to the statistics of the guard, which changes the guard's limit. So call this
+  // only after the last kernel that reads the inputs.
   static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
     const StepDecision factor = read(inputs);
     const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
@@ -75,8 +75,8 @@ struct TensorConstants {
   Functor update;
   T grad_factor;  // inverse scale times clip coefficient
   T clip_value;
-  T direction;    // -1 to maximize, else 1
-  uint32_t step;  // number of the step, for dithering
+  T direction;    // sign of the gradient: -1 to maximize, else 1
+  uint32_t step;  // number of the step, which selects the dither
   bool write_back_grads;
   bool skip_nonfinite;
 
@@ -87,7 +87,7 @@ struct TensorConstants {
                 factor);
   }
 
-  // Overload for callers that load `lr` and `step` earlier, by read_lr() and read_step().
+  // Overload for callers that have loaded `lr` and `step` before, by read_lr() and read_step().
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
        const StepDecision& factor) {
@@ -108,14 +108,13 @@ struct TensorConstants {
                : static_cast<double>(*hyperparameters.lr_on_device);
   }
 
-  // Returns the number of this step, from 1. `step` points to the counter of steps taken, or is
-  // null.
+  // Returns the number of this step, from 1. `step` points to the number of earlier steps; or null.
   static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
                                          const float* step) {
     return step == nullptr ? hyperparameters.timestep : steps_of(*step) + 1.0;
   }
 
-  // Returns the gradient as the formula gets it, except for the sign of `maximize`.
+  // Returns the gradient, unscaled and clipped. update_element() applies the sign for `maximize`.
   template <typename V>
   AMP_EXT_INLINE V unscale_and_clip(V grad) const {
     return amp_ext::clip_value(grad * grad_factor, clip_value);
@@ -126,7 +125,7 @@ struct TensorConstants {
 };
 
 // Calls the formula for one element or vector of elements. `grad` must be unscaled and clipped. If
-// kRoot is not -1, buffers[kRoot], a second moment, is replaced by its root.
+// kRoot is not -1, the second moment buffers[kRoot] is replaced by its square root.
 template <int kRoot, typename Functor, typename T, typename V, int... index>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
                                    [[maybe_unused]] V* buffers,

@@ -18,7 +18,8 @@
 // Calls X(functor) for each optimizer.
 #define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)
 
-// Calls X(functor, n) for each kernel; it has the first n buffers of the optimizer's description.
+// Calls X(functor, n) for each kernel. The kernel uses the first n buffers of
+// Hyperparameters::kBuffers.
 #define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
   X(Adam, 2)                                 \
   X(Adam, 3) /* AMSGrad */                   \
@@ -43,8 +44,8 @@ struct Combination {
   using T = typename ComputeType<typename Param::Stored>::type;  // type of the computation
 };
 
-// Formats of all numbers of one kernel. Its buffers are the first ones in the hyperparameters'
-// list.
+// Formats of all arrays that one kernel reads or writes. Its buffers are the first ones of
+// Hyperparameters::kBuffers.
 template <typename OwnHyperparameters, typename GradFormat, typename ParamFormat,
           typename... BufferFormatTypes>
 struct NumberFormats {
@@ -71,7 +72,7 @@ struct NumberFormats {
       ((BufferFormatTypes::kFormat == BufferFormat::kBlockwise8) || ...);
   static constexpr int kSecondMoment =
       BufferDescriptions::of<Hyperparameters>(kBuffers).second_moment();
-  // Index of the buffer whose root the functor returns; -1 if the root is not needed.
+  // Index of the buffer whose square root the functor returns; -1 if no format needs the root.
   static constexpr int kRoot =
       (std::is_same_v<BufferFormatTypes, Blockwise<RootCode>> || ...) ? kSecondMoment : -1;
 
@@ -99,7 +100,7 @@ constexpr bool is_compiled() {
   if constexpr (Buffers::kAreCoded) {
     return BufferDescriptions::of<Hyperparameters>(kBuffers).are_taken_in(Buffers::kCodes);
   } else {
-    // Without buffers, all Uniform formats are the same kernel: compile only one.
+    // Without buffers, all Uniform formats would give the same kernel, so only one is compiled.
     return kBuffers > 0 || std::is_same_v<Buffers, Uniform<typename Combination::T>>;
   }
 }
@@ -110,8 +111,8 @@ struct Combinations {};
 template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
-// Combinations of 16-bit parameters with every kind of master and gradient dtype, and buffers
-// stored as `Buffers`. `Whole` has the parameters without split masters, `Parts` those with them.
+// Combinations of 16-bit parameters with every kind of master weight and gradient dtype, and
+// buffers stored as `Buffers`. `Parts` lists those with split master weights, `Whole` the others.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
@@ -133,8 +134,8 @@ template <typename Grad, typename Param>
 using WithCodes = Combinations<Combination<Grad, Param, Coded<Codes::kAll>>,
                                Combination<Grad, Param, Coded<Codes::kAllButRoots>>>;
 
-// Combinations of 16-bit parameters with every kind of master and 8-bit moments. Gradients have the
-// dtype of the parameter.
+// Combinations of 16-bit parameters with every kind of master weight and 8-bit moments. Gradients
+// have the dtype of the parameter.
 template <typename Param>
 struct WithMastersAndCodes {
   using Same = Plain<Param>;
@@ -144,7 +145,7 @@ struct WithMastersAndCodes {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// Three parts of the combinations of 16-bit parameters. The CUDA engine has a source file for each.
+// Three parts of the combinations of 16-bit parameters, each for a source file of the CUDA engine.
 template <typename Param>
 using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>
@@ -182,7 +183,7 @@ struct CombinationsFor<double> {
                             Combination<Plain<float>, Double, Uniform<double>>>;
 };
 
-// Kernels by the names of their functor and the number of buffers: kAdam2, kAdam3, kSgd0, ...
+// Kernels, named by their functor and their number of buffers: kAdam2, kAdam3, kSgd0, ...
 enum class OptimizerKernel : int {
 #define AMP_EXT_NAME(Functor, buffers) k##Functor##buffers,
   AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_NAME)

@@ -1,5 +1,5 @@
 // Interface between operations and engines: the arguments of each kernel launch, with tensors as
-// plain pointers. element.h has what a step does to one element.
+// plain pointers. The step of a single element is in element.h.
 #pragma once
 
 #include <cstddef>
@@ -25,28 +25,30 @@ namespace amp_ext {
 struct KernelTensorArgs {
   void* grad = nullptr;
   void* param = nullptr;
-  void* master_param = nullptr;     // float32 master or residual, according to `master`
-  void* buffers[kMaxBuffers] = {};  // exp_avg, ...; the kernel defines their number
-  uint8_t* exponents = nullptr;     // [numel / kBlockSize], of the blockwise buffer, or null
-  float* step = nullptr;            // [1], step counter (see elements/step_counter.h), or null
+  void* master_param = nullptr;     // float32 master weight or residual: see `master`; or null
+  void* buffers[kMaxBuffers] = {};  // exp_avg, ...; as many as the kernel has
+  uint8_t* exponents =
+      nullptr;            // [numel / kBlockSize], one per block of the blockwise buffer; or null
+  float* step = nullptr;  // [1], step counter (see elements/step_counter.h), or null
   int64_t numel = 0;
-  // Index into the hyperparameters of the launch. In an operation on gradients alone: the index
-  // that it reports for this tensor.
+  // Index into StepLaunch::hyperparameters. Operations on gradients alone report the tensor by it.
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;
   BufferFormat buffer_formats[kMaxBuffers] = {};
   Master master = Master::kNone;
-  uint8_t dithered = 0;  // bits of the numbers to dither: kDithersParam, kDithersBuffer0 << index
+  uint8_t dithered = 0;       // bit set of what to dither: kDithersParam, kDithersBuffer0 << index
   int64_t global_offset = 0;  // index of the first element in the full, unsharded tensor
 };
 
-// Bits of KernelTensorArgs::dithered: numbers that are dithered if stored in 16 or 8 bits.
+// Bits of KernelTensorArgs::dithered for the parameter and the first buffer. A bit has an effect
+// only if the values are stored in 16 or 8 bits.
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
-// Decay from which rounding to nearest can freeze a first moment or momentum: a step then changes
-// it by less than half a unit in the last place. Second moments are dithered with any decay.
+// Decay rate (such as beta1) from which on first moments and momenta are dithered: a step may then
+// change them by less than half a unit in the last place, and rounding to nearest would freeze
+// them. Second moments are dithered with any decay rate.
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
@@ -63,7 +65,7 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   return static_cast<uint8_t>(numbers);
 }
 
-// True if the dtypes and formats of a tensor are those for which a kernel is compiled.
+// True if the formats of a tensor's buffers, or of all its arrays, are those of a compiled kernel.
 template <typename NumberFormats, int... index>
 bool has_buffers(const KernelTensorArgs& args, std::integer_sequence<int, index...>) {
   return (... && (args.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
@@ -76,8 +78,9 @@ bool has_formats(const KernelTensorArgs& args) {
          has_buffers<NumberFormats>(args, typename NumberFormats::Indices());
 }
 
-// Calls run(weight, average) with a value of each pair of formats for which averages are compiled,
-// until a call returns true. A float32 master is passed as a float32 weight.
+// Calls run(weight, average) for each pair of formats for which averages are compiled, until a call
+// returns true. The arguments are default values of the two format types. A float32 master weight
+// counts as a float32 weight.
 template <typename Run>
 bool any_formats_of_averages(const Run& run) {
   const auto of_weight = [&](auto weight) {
@@ -96,11 +99,11 @@ bool has_formats_of_average(const KernelTensorArgs& args) {
 // Inputs that a step reads from the device before it processes gradients.
 struct GradientInputs {
   const float* grad_scale = nullptr;       // [1], or null: gradients are not scaled
-  const float* found_inf = nullptr;        // [1], if not 0, the step writes nothing; or null
+  const float* found_inf = nullptr;        // [1], the step writes nothing if it is not 0; or null
   const double* sum_of_squares = nullptr;  // [1], of the scaled gradients; null: no norm is needed
-  double max_grad_norm = std::numeric_limits<double>::infinity();  // on unscaled gradients
+  double max_grad_norm = std::numeric_limits<double>::infinity();  // of the unscaled gradients
   bool skip_nonfinite = false;       // leave elements unchanged if their gradient is inf or NaN
-  NormGuardMemory* guard = nullptr;  // [1], judges the norm, requires sum_of_squares; or null
+  NormGuardMemory* guard = nullptr;  // [1], checks the norm, requires sum_of_squares; or null
 };
 
 // One optimizer step of many tensors.
@@ -108,11 +111,11 @@ struct StepLaunch {
   OptimizerKernel kernel;
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
-  const void* hyperparameters;  // [groups] of Functor::Hyperparameters
+  const void* hyperparameters;  // [groups], the type is Functor::Hyperparameters
   GradientInputs inputs;
-  float* grad_norm;   // [1], set to the norm of the unscaled gradients, or null
+  float* grad_norm;   // [1], receives the norm of the unscaled gradients; or null
   bool* is_launched;  // [count], all false; set to true for each tensor whose kernel was launched
-  bool ends_guarded;  // true if the last kernel must let the guard count the norm
+  bool ends_guarded;  // true if the last kernel must add the norm to the guard's statistics
   // [1], set to 1 if the step is applied and to 0 if it is skipped; or null.
   float* step_applied = nullptr;
   bool may_take_fast_path = true;  // allow the fast CUDA kernels, which give the same bits
@@ -125,24 +128,25 @@ struct AverageLaunch {
   int64_t count;
   AverageHyperparameters hyperparameters;
   AverageCounters* counters;  // [1], advanced after all averages are written
-  const float* step_applied;  // [1], if 0, nothing is written; null: the step was applied
+  const float* step_applied;  // [1], 0 if the step was skipped; null: it was applied
 };
 
 // One scan of gradients, which are only read.
 struct GradScanLaunch {
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
-  const float* grad_scale;   // [1], or null; an overflow if it has no finite inverse
+  const float* grad_scale;   // [1], or null; counts as an overflow if it has no finite inverse
   float* found_inf;          // [1], set to 1 if a gradient contains inf or NaN
-  int64_t* first_nonfinite;  // [1], lowered to the smallest index of such a gradient; or null
+  int64_t* first_nonfinite;  // [1], lowered to the index of the first such gradient; or null
   double* sum_of_squares;    // [1], the sum is added to it; null: not computed
-  bool skip_nonfinite;       // exclude inf and NaN from the sum
-  // Only with sum_of_squares: the sum of squares of each gradient, written at its index; inf if the
-  // sum is not finite. May be null.
+  bool skip_nonfinite;       // leave elements that are inf or NaN out of the sum
+  // Receives the sum of squares of each gradient, at its index KernelTensorArgs::group; inf if the
+  // sum is not finite. May be null, and requires sum_of_squares.
   double* squares_of_tensors = nullptr;
 };
 
-// Reports of a scaler on the device, with mirrors in host memory. A null `report` means no reports.
+// Reports of a scaler on the device, and their mirrors in host memory. If `report` is null, the
+// scaler keeps no reports.
 struct ReportMemory {
   ScalerReport* report = nullptr;
   ScalerReport* mirror = nullptr;
@@ -150,8 +154,8 @@ struct ReportMemory {
   OptimizerReport* optimizers_mirror = nullptr;  // [number_of_optimizers]
   int64_t number_of_optimizers = 0;
 
-  // Copies all but `started` and `finished` to the mirrors. `copiers` threads share the work; this
-  // call does the part of number `copier`.
+  // Copies all but `started` and `finished` to the mirrors. If several threads share the work,
+  // `copiers` is their number and `copier` the index of the calling thread.
   AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
     constexpr int64_t kWords = sizeof(ScalerSummary) / sizeof(int64_t);
     copy_words(report, mirror, 2 + copier, kWords, copiers);
@@ -169,11 +173,11 @@ struct ScaleUpdate {
   ReportMemory reports;
 };
 
-// Source of the factor by which gradients are multiplied: an inverse scale, or a norm and its
-// limit.
+// Inputs of the factor by which gradients are multiplied. The factor is `inv_scale`, or if that is
+// null, the one that clips the norm `total_norm` to `max_norm`.
 struct MultiplyInputs {
   const float* inv_scale = nullptr;   // [1], or null
-  const float* total_norm = nullptr;  // [1], if inv_scale is null
+  const float* total_norm = nullptr;  // [1], used if inv_scale is null
   double max_norm = 0.0;
 
   AMP_EXT_INLINE float factor() const {
