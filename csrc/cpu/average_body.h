@@ -1,8 +1,8 @@
-// The average of weights in one instruction set. A part of engine_body.h, which includes this file.
+// The kernel that averages weights, for one instruction set. engine_body.h includes this file.
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Averages a tile whose weights and averages have these number formats.
+// Updates the averages of a tile. The template arguments are the formats of weights and averages.
 template <typename WeightFormat, typename AverageFormat>
 void average_tile(const AverageStep& tensor_step, const Tile& tile) {
   using V = Vector<float>;

@@ -24,10 +24,10 @@ struct Engine {
   // Multiplies gradients in place. Returns the lowest index of a gradient that had an inf or NaN
   // before, or kNoTensor.
   int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
-  // Adds each gradient's number of infs and NaNs to counts[number of tensors].
+  // Adds the number of infs and NaNs in each gradient to the element of `counts` for its tensor.
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);
-  // Takes one step of the averages in AverageLaunch::all_args.
+  // Updates the averages in AverageLaunch::all_args after one optimizer step.
   void (*average)(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end);
 };
 

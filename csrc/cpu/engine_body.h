@@ -13,20 +13,20 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Elements that are updated before any of them is rounded. If each vector were rounded at once, the
-// many rounding instructions would wait for the division of the next vector.
+// Number of elements that are updated before any of them is rounded. If each vector were rounded at
+// once, the many rounding instructions would wait for the division of the next vector.
 constexpr int64_t kChunkSize = 512;
 
-// Prefetch distance in elements. Hardware prefetchers stop at the end of a page, and all streams of
+// Prefetch distance in elements. Hardware prefetchers stop at the end of a page, and all arrays of
 // a step reach the end together.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
-// Additional prefetch distance of each stream beyond the previous one. Streams that start at the
-// same offset in a page would otherwise all enter a new page at once.
+// Additional prefetch distance of each array beyond the previous one. Otherwise all arrays that
+// start at the same offset in a page would enter a new page at once.
 template <typename T>
 constexpr int64_t kApart = 512 / sizeof(T);
-// Elements per prefetch: one cache line of each stream, because more requests wait for each other.
-// A line holds twice as many elements of 16 bits.
+// Number of elements per prefetch: one cache line of each array, because more requests would wait
+// for each other. With elements of 16 bits, a line holds twice as many.
 template <typename T, bool kIsNative>
 constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
@@ -35,7 +35,7 @@ class Dither {
  public:
   Dither(const KernelTensorArgs& args, uint32_t step) : args_(args), step_(step) {}
 
-  // Prepares a chunk of `count` elements that starts at `offset`.
+  // Computes the phases of a chunk of `count` elements that starts at `offset`.
   AMP_EXT_INLINE void begin(int64_t offset, int64_t count) {
     if (args_.dithered == 0) return;
     first_phase_ = fill_phases(args_.global_offset + offset, count, phases_);
@@ -58,7 +58,8 @@ class Dither {
 };
 
 // Rounds the results of a chunk to their stored format. Not inlined: copies in all kernels would be
-// a quarter of the engine's code and of its compile time. Native numbers need no rounding.
+// a quarter of the engine's code and of its compile time. Native numbers, which are stored in the
+// type of the computation, need no rounding.
 template <typename Stored, typename T, typename... Beside>
 __attribute__((noinline)) void round_chunk(Stored stored, const T* results, int64_t count,
                                            Rounding rounding, Beside... beside) {
@@ -118,7 +119,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     ((results[index] = entry<index>(buffers).results_in(scratch[index])), ...);
   }
 
-  // Rounds the buffers' results. Ratios come last: they refer to the rounded second moment.
+  // Rounds the buffers' results. Ratios come last, because they refer to the rounded second moment.
   AMP_EXT_INLINE void round_buffers(T* const* results, int64_t count, const Dither& dither) const {
     (round_buffer</*kAreRatios=*/false, index>(results[index], count, dither), ...);
     (round_buffer</*kAreRatios=*/true, index>(results[index], count, dither), ...);
@@ -179,7 +180,7 @@ AMP_EXT_INLINE bool is_nonfinite(Storage value) {
   return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
 }
 
-// Rounds the results of gradients, but leaves stored elements that are inf or NaN as they are.
+// Stores unscaled gradients, rounded, but keeps stored elements that are inf or NaN.
 template <typename Storage, typename T>
 void round_finite_results(const T* results, int64_t count, Storage* stored) {
   if constexpr (!std::is_same_v<Storage, T>) {
@@ -191,8 +192,8 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, at most kChunkSize elements unless the streams are
-// native. Up to `rest` elements from the first may be prefetched.
+// Updates `count` elements: whole vectors, and at most kChunkSize elements if an array has to be
+// rounded. The first `rest` elements may be prefetched.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
@@ -271,7 +272,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Steps a tile with the combination whose number formats match the tensor; one always does.
+// Steps a tile with the kernel whose number formats are those of the tensor. There is always one.
 template <int kBuffers, typename Functor, typename T, typename... Each>
 void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
                      bool is_usual, const Tile& tile) {
@@ -296,7 +297,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
   static_cast<void>((step_if_matching(Each()) || ...));
 }
 
-// Caches the constants of the last tensor, because neighbours mostly share group and step.
+// Caches the constants of the last tensor, because most neighbouring tensors share group and step.
 template <template <typename> class Functor, typename T>
 class ConstantsCache {
  public:
@@ -360,8 +361,8 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecis
 }
 
 // Calls visit(first, second) for pairs of vectors that hold the bits of all elements as type T,
-// with zeros after the last element. Pairs halve the dependency chain of a running result. Up to
-// `rest` elements from the first may be prefetched.
+// with zeros after the last element. Pairs halve the dependency chain of a running result. The
+// first `rest` elements may be prefetched.
 template <typename T, typename Storage, typename Visit>
 AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_t rest,
                                   const Visit& visit) {
@@ -383,7 +384,7 @@ AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_
   visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
-// The type that compares exponents whose other bits are 0; such a value may be inf but never NaN.
+// Type as which exponents are compared. Their other bits are 0, so a float is inf but never NaN.
 template <typename Storage>
 struct ExponentType {
   using type = int16_t;
@@ -483,8 +484,8 @@ double sum_of_squares_in_double(const Storage* elements, int64_t count) {
 // Sums below this limit may have lost bits of small squares in float32.
 constexpr float kSmallSum = 1e-20f;
 
-// Returns the sum of squares in float64. Sums each kSumSize elements in float32 if their squares
-// are neither too large nor too small for it.
+// Returns the sum of squares in float64. Sums kSumSize elements at a time in float32, unless their
+// squares are too large or too small for it.
 template <typename Storage>
 double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
   double sum = 0.0;
@@ -514,8 +515,7 @@ double sum_of_finite_squares(const Storage* elements, int64_t count) {
   return sum;
 }
 
-// Calls visit(grad, count, rest) with the elements of a tile; `rest` elements from the first may be
-// prefetched.
+// Calls visit(grad, count, rest) for the elements of a tile. The first `rest` may be prefetched.
 template <typename Visit>
 AMP_EXT_INLINE void with_grad(const Tile& tile, const Visit& visit) {
   for_dtype(tile.args.grad_dtype, [&](auto element) {

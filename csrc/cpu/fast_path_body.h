@@ -1,6 +1,5 @@
-// The fast path of Adam's step with 16-bit or 8-bit moments. It supports the usual options and
-// numbers, and stores the same bits as the general code in cpu/engine_body.h, which includes this
-// file.
+// The fast path of Adam's step with 16-bit or 8-bit moments, for common options and values (see
+// elements/fast_path.h). It gives the same bits as engine_body.h, which includes this file.
 //
 // A first loop updates a group of elements and leaves the results in scratch memory. If a result is
 // unusual (NaN, or a second moment that is negative or nearly infinite), the general code updates
@@ -9,8 +8,7 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Number of elements in a group. With a quarter of it, steps with 8-bit moments take 10 to 25 %
-// longer.
+// Elements of a group. With a quarter as many, steps with 8-bit moments take 10 to 25 % longer.
 constexpr int64_t kGroupSize = 16 * kLanes<float>;
 static_assert(kChunkSize % kGroupSize == 0 && kGroupSize % (2 * kBlockSize) == 0);
 
@@ -26,14 +24,14 @@ inline constexpr bool kMayDither<Ratio> = true;
 template <>
 inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
 
-// The bits of KernelTensorArgs::dithered that concern a kernel.
+// The bits of KernelTensorArgs::dithered that have an effect for these number formats.
 template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
     (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
     (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
     (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
-// Returns the bits of the numbers that the fast path dithers: with the default betas, and always
-// the 8-bit codes.
+// Returns the bits of KernelTensorArgs::dithered with which a tensor takes the fast path: those
+// that result from the default betas, and those of all 8-bit buffers.
 template <typename NumberFormats>
 constexpr int usual_dither() {
   typename NumberFormats::Hyperparameters defaults;
@@ -61,7 +59,7 @@ inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> = [] {
   }
 }();
 
-// The dither words (see elements/dither.h) of consecutive vectors.
+// Dither words, phase + stride * step, of consecutive vectors (see elements/dither.h).
 struct Words {
   const uint32_t* phases;
   uint32_t offset;
@@ -193,7 +191,7 @@ struct FastGroup {
   alignas(64) uint32_t inverses[kLanes<float>];
   alignas(64) uint32_t leasts[kLanes<float>];
 
-  // Updates the elements from `first` on. Returns true if none of them is unusual.
+  // Updates the group of elements that starts at `first`. Returns true if none of them is unusual.
   template <typename Functor>
   AMP_EXT_INLINE bool update(const FastConstants<Functor>& constants, const Streams& streams,
                              int64_t first, const uint32_t* phases, bool asks_ahead) {
@@ -236,7 +234,7 @@ struct FastGroup {
         } else {
           second_moment = fast_load(second_moments, index);
           if constexpr (NumberFormats::kHasRatios) {
-            // Collect signs, because a negative second moment has a unit that no root has, and the
+            // Collect signs: a negative second moment has no root, so its unit is wrong, and the
             // new ratio may be infinite.
             signs |= bits_of(second_moment);
             unit = ((bits_of(second_moment) >> 1) + 0x1fc00000u) & 0x7f800000u;
@@ -289,7 +287,7 @@ struct FastGroup {
     return float_of(U{} + words[block]);
   }
 
-  // Quantizes and stores the results as the elements from `first` on.
+  // Quantizes the results and stores them as the group that starts at `first`.
   AMP_EXT_INLINE void store_at(const Streams& streams, int64_t first, const uint32_t* phases,
                                uint32_t step) const {
     const auto& first_moments = entry<0>(streams.buffers);
@@ -343,7 +341,7 @@ struct FastGroup {
   }
 };
 
-// Steps a tile of a tensor that has the usual options and dither.
+// Steps a tile of a tensor with options and dithering that the fast path supports.
 template <typename Streams, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   const FastConstants<Functor> fast = {constants.update.usual(),

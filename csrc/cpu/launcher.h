@@ -1,5 +1,4 @@
-// Launches on the CPU: divides the work into ranges, runs these in threads, and collects their
-// findings.
+// Launches on the CPU: divides the work into ranges, one per thread, and combines the results.
 #pragma once
 
 #include <cstdint>

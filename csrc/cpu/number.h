@@ -85,9 +85,9 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
 // Extra room in an array of phases: fill_phases begins at a multiple of 8 and stores whole vectors.
 inline constexpr int64_t kBesidePhases = 8 * kLanes<uint32_t> + 7;
 
-// Computes the dither phases of `count` elements, of which the first has index `first` in the
-// unsharded tensor. `phases` has room for count + kBesidePhases; returns the first element's phase
-// in it. Not inlined: that would slow kernels without dithering by 1 to 4 %.
+// Computes the dither phases of `count` elements; the first has index `first` in the unsharded
+// tensor. `phases` has room for count + kBesidePhases numbers. Returns a pointer to the first
+// element's phase. Not inlined, because that would slow kernels without dithering by 1 to 4 %.
 __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int64_t count,
                                                              uint32_t* phases) {
   using U = Vector<uint32_t>;
@@ -112,8 +112,8 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   return phases + before;
 }
 
-// The numbers of one format in a tensor, starting at some element. `Padded` holds a copy of the
-// last elements, which do not fill a vector.
+// The numbers of one format in a tensor, from some element on. `Padded` holds a copy of the last
+// elements, which do not fill a vector.
 template <typename NumberFormat>
 struct Numbers;
 
@@ -144,7 +144,7 @@ struct Numbers<Plain<Storage>> {
   AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
     round_results(results, count, elements, rounding);
   }
-  // Returns the units (powers of two) of the ratios to these second moments.
+  // Returns the units (see RatioCode) of the ratios to these second moments.
   AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
     return unit_below_root(bits_of(load<Vector<float>>(index)));
   }

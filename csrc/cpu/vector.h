@@ -95,7 +95,7 @@ class EightTimes {
   Vector<uint32_t> lanes_;
 };
 
-// The smaller and the larger of two values; the second value if either is NaN.
+// Return the smaller and the larger of two values, or the second value if either is NaN.
 template <typename V>
 AMP_EXT_INLINE V minimum(V first, V second) {
   return first < second ? first : second;
@@ -171,7 +171,7 @@ AMP_EXT_INLINE int32_t largest_lane(typename VectorOf<int32_t, kBytes>::type val
 }
 
 #if AMP_EXT_VECTOR_X86 == 64
-// Returns the maxima of pairs of lanes of `a` and of `b`, in turns.
+// Returns the maxima of pairs of lanes, alternately of `a` and of `b`.
 AMP_EXT_INLINE __m512i fold_lanes(__m512i a, __m512i b) {
   return _mm512_maskz_max_epi32(0xffff, _mm512_maskz_unpacklo_epi32(0xffff, a, b),
                                 _mm512_maskz_unpackhi_epi32(0xffff, a, b));
@@ -447,7 +447,7 @@ AMP_EXT_INLINE V load(const Half* from) {
 #elif AMP_EXT_VECTOR_ARM == 16
   return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
-  using Bits = Vector<uint32_t>;  // code of to_float in storage.h
+  using Bits = Vector<uint32_t>;  // the algorithm of to_float in storage.h
   const Bits bits = load_wide(&from->bits);
   const Bits sign = (bits & 0x8000u) << 16;
   const Bits exponent = bits & 0x7c00u;
@@ -462,7 +462,7 @@ AMP_EXT_INLINE V load(const Half* from) {
 #endif
 }
 
-// Rounds to bfloat16, which is the upper 16 bits of each lane. Wrong for NaN.
+// Rounds to bfloat16, and returns it in the upper 16 bits of each lane. Wrong for NaN.
 AMP_EXT_INLINE Vector<uint32_t> rounded_to_upper_bits(Vector<float> value) {
   const auto bits = bit_cast<Vector<uint32_t>>(value);
   return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -491,7 +491,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #elif AMP_EXT_VECTOR_ARM == 16
   vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
 #else
-  using Bits = Vector<uint32_t>;  // code of from_float in storage.h
+  using Bits = Vector<uint32_t>;  // the algorithm of from_float in storage.h
   const Bits sign = (bit_cast<Bits>(value) >> 16) & 0x8000u;
   const Bits magnitude = bit_cast<Bits>(value) & 0x7fffffffu;
   const Bits rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -566,9 +566,9 @@ struct NanSeen {
 #endif
 };
 
-// Rounds `count` elements, a multiple of the lanes, to the upper 16 bits of upper_bits(value,
-// index); NaN stays NaN. Packs two vectors at a time. Only detects NaN, which costs half as much as
-// replacing it, and rounds all elements again if there was one.
+// Stores the upper 16 bits of upper_bits(value, index) for `count` elements, a multiple of the
+// lanes; NaN stays NaN. The first loop packs two vectors at a time and only detects NaN, at half
+// the cost of replacing it. If there was one, the second loop rounds all elements again.
 template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {
