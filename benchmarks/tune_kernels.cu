@@ -65,8 +65,8 @@ class Memory {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
   }
 
-  // Sets all bytes to their first value. A kernel would otherwise read what another one has written
-  // to other arrays, including NaN, which takes longer.
+  // Sets all bytes to their initial value. Otherwise a kernel would read what another kernel has
+  // written to this memory for other arrays, including NaN, with which it takes longer.
   void fill() const { check(cudaMemset(data_, value_, bytes_), "cudaMemset"); }
 
   // Stores a number at the beginning.
@@ -109,7 +109,7 @@ struct Tensors {
 // Cuts tensors from memory. `bytes` holds the bytes per element of grad, param, master_param and
 // two buffers.
 Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scratch& scratch) {
-  constexpr int64_t kBoundary = 64;                      // elements
+  constexpr int64_t kBoundary = 64;                      // alignment in elements
   const int64_t whole = bytes[3] == 1 ? kBlockSize : 1;  // 8-bit states consist of whole blocks
   const int64_t numel = sizes.elements / sizes.tensors / whole * whole;
   const int64_t padded = (numel + kBoundary) & -kBoundary;
@@ -179,7 +179,8 @@ struct Step {
   using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
   using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
-  // Returns the current shape. Host code does not know kBlocks of the kernel on this GPU.
+  // Returns the shape in csrc/cuda, with the kBlocks of this GPU, which no constant of host code
+  // has.
   static Described present() {
     int device = 0;
     int major = 0;
@@ -260,7 +261,8 @@ struct Kernel {
   const char* place;  // where the constants are defined
   const int (&bytes)[5];
   int moved;
-  int present;  // index of the current shape in `variants`; few elements run in smaller tiles
+  // Index in `variants` of the shape in csrc/cuda, which has smaller tiles for few elements.
+  int present;
   std::vector<Variant> variants;
 };
 

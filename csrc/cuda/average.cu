@@ -11,7 +11,7 @@ namespace amp_ext::cuda {
 
 namespace {
 
-// The arrays of one weight and its average.
+// The arrays of one weight tensor and its average.
 template <typename WeightFormat, typename AverageFormat>
 struct AveragedStreams {
   using Weights = Numbers<WeightFormat>;
@@ -24,7 +24,7 @@ struct AveragedStreams {
 
   Weights weights;
   Averages averages;
-  int64_t global_offset;  // index of the first element for the dither
+  int64_t global_offset;  // index that the dithering uses for the first element
 
   // Returns the first index in [begin, end) at which packs can start, or `end`, as in step.cuh.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       });
 }
 
-// Averages the tensors that have these two number formats, and adds their number to `launched`.
+// Averages the tensors with the number formats of `Streams`, and adds their number to `launched`.
 template <typename Streams, typename HasFormats>
 int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                    const HasFormats& has_formats, int64_t& launched) {

@@ -19,7 +19,7 @@ constexpr int kBlocks = 2048;
 
 struct CheckArguments {
   int64_t stride;
-  unsigned long long* wrong;  // [3]: roots, reciprocals, quotients
+  unsigned long long* wrong;  // [3], numbers of wrong roots, reciprocals, quotients
 };
 
 // Returns a float32 in [2^least, 2^(least + count)) with the low bits of `hash` as its mantissa.

@@ -13,7 +13,7 @@ struct UpdateArguments {
   OverflowFlag flags[kMaxFlags];
   int32_t count;
   bool is_last;               // true in the last launch of an update
-  int32_t* earlier_overflow;  // [1], not 0 if an earlier launch found a flag; or null
+  int32_t* earlier_overflow;  // [1], not 0 if a flag of an earlier launch was set; or null
   ScaleUpdate update;
 };
 static_assert(sizeof(UpdateArguments) <= kArgumentBytes);
@@ -93,7 +93,7 @@ int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream)
         &step_all<WithBFloat16<BFloat16>>, &step_all<WithOthers<BFloat16>::Type>}) {
     if (const int error = step_of_some(launch, block_counter, stream, launched)) return error;
   }
-  // Some tensor has a combination of dtypes for which no kernel was compiled.
+  // If a tensor was not launched, no kernel is compiled for its combination of dtypes.
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 

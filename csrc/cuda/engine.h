@@ -9,23 +9,23 @@
 
 namespace amp_ext::cuda {
 
-// Returns the version as cudaDriverGetVersion does, or 0. CUDA 12.1 (12010) is the first version
-// that accepts as many bytes of arguments as these kernels have.
+// Returns the driver's version from cudaDriverGetVersion, or 0. CUDA 12.1 (12010) is the first
+// version that accepts as many bytes of arguments as these kernels have.
 int driver_version();
 inline constexpr int kLeastDriverVersion = 12010;
 
 // Launches one kernel for each combination of dtypes, or several if the tensors do not fit into a
-// kernel's arguments. `block_counter` points to a zero on the device, and to zero again after the
-// launch. Launches that may run at the same time need one each.
+// kernel's arguments. `block_counter` points to device memory that is zero before and after the
+// launch. Launches that may run at the same time need different counters.
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
-// Updates the norm guard of a step if no kernel of the step does.
+// Adds the norm of a step to its norm guard, for steps in which no kernel does that.
 int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
 
 // Device memory for a sum of squares.
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]
-  uint32_t* block_counter = nullptr;  // [1], as in step
+  uint32_t* block_counter = nullptr;  // [1], the counter of step()
   // [count], zero before and after; null unless the sums of each tensor are wanted.
   uint32_t* tensor_counters = nullptr;
 };
@@ -38,11 +38,11 @@ int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t s
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
 // null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN. There
-// is at least one launch for each dtype. Each sets is_launched[i], false before, for its gradients.
+// is at least one launch for each dtype. Each sets is_launched[i], false before, of its gradients.
 int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 
-// Adds the number of infs and NaNs of each gradient to counts[count].
+// Adds the number of infs and NaNs in each gradient to counts[count].
 int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
@@ -54,7 +54,7 @@ int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
 // kernel's arguments. The last one advances the counters. `block_counter` is as in step.
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
-// Overflow flags that one launch reads; there is one flag for each optimizer and device.
+// Largest number of overflow flags (one per optimizer and device) that one launch reads.
 inline constexpr int kMaxFlags = 128;
 
 // Updates the loss scale, which backs off if any of flags[count] is set. More than kMaxFlags flags

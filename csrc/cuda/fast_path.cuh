@@ -1,5 +1,5 @@
-// The fast path of a step, for packs that contain only usual numbers. A warp votes before it
-// stores: if one element is unusual, the general code updates the elements of all its threads.
+// The fast path of a step, for packs with common values only (see elements/fast_path.h). A warp
+// votes before it stores: if one element is unusual, the general code updates all of its elements.
 #pragma once
 
 #include <utility>
@@ -13,7 +13,7 @@
 
 namespace amp_ext::cuda {
 
-// Returns number `index` of the bfloat16 numbers in some words.
+// Returns the bfloat16 with this index in words that hold two bfloat16 each.
 template <int kWords>
 __device__ __forceinline__ float bfloat16_at(const Pack<uint32_t, kWords>& words, int index) {
   const uint32_t word = words.values[index / 2];
@@ -35,8 +35,8 @@ __device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, i
   return *reinterpret_cast<Pack<uint32_t, kWords>*>(elements + index);
 }
 
-// kCount consecutive numbers of one format in registers, from an index where a pack can start.
-// `set` takes finite values. `word` dithers the first of them if kDithers (see elements/dither.h).
+// A pack of kCount consecutive numbers of one format, in registers. `set` quantizes finite values.
+// If kDithers, `word` is the dither word of the first one (see elements/dither.h).
 template <typename NumberFormat, int kCount>
 struct FastPack {
   typename Numbers<NumberFormat>::template Values<kCount> own;
@@ -63,12 +63,12 @@ struct FastPack<Plain<BFloat16>, kCount> {
     words = words_at<kCount / 2>(numbers.elements, index);
   }
   __device__ float get(int i) const { return bfloat16_at(words, i); }
-  // Returns the unit of the ratio to this second moment.
+  // Returns the unit (see RatioCode) of the ratio to this second moment.
   __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(get(i))); }
   __device__ uint32_t twice_inverse_unit(int i) const {
     return twice_inverse_unit_below_root(bits_of(get(i)));
   }
-  // Returns bits other than 0 if a second moment is negative: its unit would belong to no root.
+  // Returns 0 if no second moment is negative. A negative one has no root, so its unit is wrong.
   __device__ uint32_t negative() const {
     uint32_t signs = 0;
 #pragma unroll
@@ -172,7 +172,7 @@ struct FastPack<Ratio, kCount> {
   __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
     words = words_at<kCount / 4>(numbers.codes, index);
   }
-  // Returns a word in which the upper bit of a byte is set if a code in this byte is NaN.
+  // Returns a word in which the upper bit of a byte is set if a code at its position is NaN.
   __device__ uint32_t nan_codes() const {
     uint32_t found = 0;
 #pragma unroll
@@ -190,7 +190,7 @@ struct FastPack<Ratio, kCount> {
     uint32_t signs[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      // Move bits 13 to 19, which hold the place of the ratio, to byte 2.
+      // Move bits 13 to 19, which hold the index of the ratio, to byte 2.
       places[i] = RatioCode::encode_number(values[i], inverses[i], word + i * kPhaseStride) << 3;
       signs[i] = bits_of(values[i]);
     }
@@ -205,8 +205,8 @@ struct FastPack<Ratio, kCount> {
   }
 };
 
-// Returns the largest bit pattern in a block of 32 elements with their dither added. No value is
-// negative. All threads of a warp must call this.
+// Returns the largest bit pattern of a block of 32 elements, none of which is negative, after their
+// dither was added. All threads of a warp must call this.
 template <typename Code, int kCount>
 __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCount], uint32_t word) {
   uint32_t largest = 0;
@@ -245,7 +245,8 @@ struct FastPack<Blockwise<RootCode>, kCount> {
     exponent = RootCode::fast_unit(largest);
     return RootCode::is_unusual(largest);
   }
-  // Quantizes the roots. Sets `inverses` to twice the inverse units of ratios to the stored roots.
+  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, where the units are those of
+  // ratios to the stored roots.
   __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
     const float unit = float_of(exponent << 23);
     const uint32_t scaled = exponent + RootCode::kFastExponent;
@@ -335,7 +336,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
-  // Returns the bits of the numbers that are dithered by default, apart from 8-bit codes.
+  // Returns KernelTensorArgs::dithered for default options, although 8-bit buffers always dither.
   static constexpr uint8_t default_dither() {
     typename NumberFormats::Hyperparameters defaults;
     defaults.dither = true;
@@ -348,7 +349,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));
 
-  // True if a tensor's alignment and dithering are such that the fast path can step it.
+  // True if the fast path supports the alignment and the dithering of a tensor.
   static bool takes(const KernelTensorArgs& args) {
     const auto is_aligned = [](const void* memory) {
       return reinterpret_cast<uintptr_t>(memory) % 16 == 0;
@@ -460,7 +461,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Quantizes one buffer. Ratios come last: they refer to the rounded second moment.
+  // Quantizes a buffer if it has ratios (or, without kIsRatio, none). Ratios come last, because
+  // they refer to the rounded second moment.
   template <int buffer, bool kIsRatio, typename WordOf>
   static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
                                                     uint32_t (&inverses)[kCount],

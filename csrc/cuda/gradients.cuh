@@ -59,8 +59,8 @@ struct GradientTile {
     end = table.end_of(begin, tensor);
   }
 
-  // Calls visit(pack, in_place) for all elements, a pack at a time: a copy of the elements, and a
-  // reference to them in memory. Without copies the compiler would load single elements.
+  // Calls visit(pack, in_place) for each pack: `pack` is a copy of the elements, and `in_place`
+  // refers to them in memory. Without copies the compiler would load single elements.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
     for_each_pack<Shape, kPackSize<Storage>>(
@@ -80,7 +80,7 @@ struct GradientTile {
   }
 };
 
-// Where a block reports inf and NaN.
+// Flags with which a block reports inf and NaN.
 struct GradScanOutputs {
   float* found_inf;          // [1], set to 1; null: nothing is reported
   int64_t* first_nonfinite;  // [1], lowered to the tensor's index; or null
@@ -162,7 +162,7 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// The last block of each tensor writes the sum of the tensor's squares.
+// Writes the sum of a tensor's squares, in the last of its blocks to arrive here.
 template <typename Shape, typename Table, typename Tile>
 __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;

@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half&
   stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));
 }
 
-// The numbers of one format in a tensor. `Values` holds those that a thread has loaded.
+// The numbers of one format in a tensor. `Values` are those that a thread has loaded.
 template <typename NumberFormat>
 struct Numbers;
 
@@ -58,7 +58,7 @@ struct Numbers<Plain<Storage>> {
     Pack<Storage, kCount> pack;
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
-    // Returns the unit of the ratio to this second moment.
+    // Returns the unit (see RatioCode) of the ratio to this second moment.
     __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(load(i))); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
@@ -291,7 +291,8 @@ struct Numbers<Blockwise<Code>> {
       }
       const unsigned first = threadIdx.x % warpSize / kThreads * kThreads;
       const unsigned mask = (0xffffffffu >> (32 - kThreads)) << first;
-      // All threads must load the old exponent before one stores a new one; shuffles order nothing.
+      // All threads must load the old exponent before one stores a new one. Shuffles don't order
+      // that.
       __syncwarp(mask);
 #pragma unroll
       for (int distance = kThreads / 2; distance > 0; distance /= 2) {

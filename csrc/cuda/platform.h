@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// Prefetches the cache line of the element kAhead after this one, if `there`, without waiting. Uses
-// a predicate and no branch, because the threads of a warp would have to reconverge after a branch.
+// Prefetches the cache line of the element kAhead elements after `element`, if `there` is true.
+// Uses a predicate and no branch, after which the threads of a warp would have to reconverge.
 template <int kAhead, typename Storage>
 __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element,
                                          [[maybe_unused]] bool there) {

@@ -18,10 +18,10 @@
 
 namespace amp_ext::cuda {
 
-// Groups of hyperparameters in one launch.
+// Largest number of hyperparameter groups in one launch.
 inline constexpr int kMaxGroups = 16;
 
-// The numbers of a tensor that a loop dithers: none, those that `dithered` names, or all.
+// The numbers of a tensor that a loop dithers: none, those in KernelTensorArgs::dithered, or all.
 enum class Dithers { kNone, kSome, kAll };
 
 // The arrays of one tensor: gradient, parameter, master weight and buffers.
@@ -44,10 +44,10 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
 
   static constexpr bool kHasLowPrecisionBuffers = (Buffer<index>::kMayDither || ...);
 
-  // With low-precision buffers a step computes so much that the constants of a tensor matter, which
-  // each tile computes once: on an H100, tiles of 2048 take up to 1.4 times as long. Otherwise a
-  // thread has at least two packs: with one, a step of many elements takes 1.09 times as long on an
-  // H200, and 0.99 on an H100, whose memory is slower.
+  // Elements per tile. Each tile computes the constants of its tensor, which takes noticeable time
+  // with low-precision buffers: on an H100, tiles of 2048 take up to 1.4 times as long. Without
+  // such buffers, each thread gets at least two packs: with one, a step of many elements takes 1.09
+  // times as long on an H200, and 0.99 on an H100, whose memory is slower.
   static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // True if a buffer may be dithered.
@@ -56,8 +56,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
-  // Compiles two loops. 8-bit kernels usually dither every number that can be, so their usual loop
-  // omits the test for each number.
+  // Compiles two loops. With 8-bit buffers, every number that can be dithered usually is, so the
+  // usual loop omits the test for each number.
   static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
   static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
@@ -112,7 +112,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return aligned ? first : end;
   }
 
-  // Consecutive elements of all streams.
+  // Consecutive elements of all arrays.
   template <int kCount>
   struct Values {
     typename Grad::template Values<kCount> grad;
@@ -269,7 +269,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Stores the buffers of one element. Ratios come last: they refer to the rounded second moment.
+  // Stores the buffers of one element. Ratios come last: they depend on the stored second moment.
   template <int kCount, typename Words>
   __device__ void store_elements(Values<kCount>& values,
                                  const T (&elements)[NumberFormats::kPlaces], int i,
@@ -322,7 +322,7 @@ struct StepArguments {
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
-  bool ends_guarded;  // true in the last launch of a guarded step
+  bool ends_guarded;  // true in the last launch of a step with a norm guard
   GradientInputs inputs;
   float* grad_norm;         // [1], receives the norm; or null
   float* step_applied;      // [1], receives 1 or 0; or null
@@ -386,8 +386,8 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // RatioCode::kPlaceBits, read at run time. A compiler that knew it would encode it in
-  // instructions whose only room for a constant is needed for another one.
+  // RatioCode::kPlaceBits, which the compiler must not know. It would put the number into
+  // instructions with room for one constant only, which is needed for another one.
   uint32_t place_bits;
   bool skip;
 };
@@ -426,8 +426,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // (atomicAdd would be combined over the warp and waited for here. The result of atomicInc is
-    // needed only after the update.)
+    // (The compiler would combine atomicAdd over the warp and wait for it here. atomicInc is not
+    // waited for until its result is needed, after the update.)
     blocks_before = count_block(arguments.block_counter);
   }
 
@@ -511,7 +511,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       continue;
     }
     if (tile_size == 0) {
-      int64_t elements = 0;  // includes other formats, which are rare
+      int64_t elements = 0;  // also of tensors with other formats, which are rare
       for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.all_args[k].numel;
       tile_size = Shape::tile_size_of(elements);
       clear();

@@ -1,4 +1,4 @@
-// The tensors of one launch as arguments of a kernel, and how the blocks divide them.
+// The tensors of one launch as kernel arguments, and their division among the blocks.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPack
 struct Shape {
   static constexpr int kThreads = kThreadsOfBlock;
   static constexpr int kTileSize = kElementsOfTile;  // elements of a block
-  static constexpr int kBlocks = kBlocksAtOnce;      // per multiprocessor, with registers for all
-  static constexpr int kPacks = kPacksAtOnce;        // packs that a thread loads before it uses one
+  static constexpr int kBlocks = kBlocksAtOnce;  // blocks for which a multiprocessor has registers
+  static constexpr int kPacks = kPacksAtOnce;    // packs that a thread loads before it uses one
 
   // Returns the number of elements per block in a launch of `elements` in total. Smaller tiles keep
   // more of a large GPU (132 multiprocessors) busy if there is less than one tile for each block
@@ -50,7 +50,8 @@ struct DitherColumns<false, kCapacity> {
   void add(int /*index*/, const KernelTensorArgs& /*args*/) {}
 };
 
-// Up to kCapacity tensors, cut into tiles: as many with `kPointers` pointers as fit into `kBytes`.
+// A table of up to kCapacity tensors, which are cut into tiles. kCapacity is the number of tensors
+// with `kPointers` pointers each that fit into `kBytes`.
 template <int kPointers, int kBytes, bool kMayDither = false>
 struct TensorTable {
   static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
@@ -184,8 +185,8 @@ __device__ __forceinline__ void store(T value, T& stored) {
 __device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
-// Counts the blocks of a launch that have read everything that other blocks may write, and returns
-// how many there were before this one. The last block to call this knows that all have read.
+// Counts this block as one that has read everything that other blocks may write. Returns how many
+// blocks were counted before: if these are all others, this block may write.
 __device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
   __threadfence();
   return atomicInc(block_counter, gridDim.x - 1);

@@ -47,7 +47,7 @@ class DeviceEngine {
   // If an exception is thrown, exactly the tensors whose is_launched is set have been stepped.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
-  // Updates the norm guard of a step, after all launches that read the guard.
+  // Adds the norm of a step to its norm guard, after all launches that read the guard.
   virtual void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const = 0;
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
@@ -57,7 +57,7 @@ class DeviceEngine {
   virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                         bool* is_launched) const = 0;
-  // Adds the number of infs and NaNs of each gradient to counts[all_args.size()].
+  // Adds the number of infs and NaNs in each gradient to counts[all_args.size()].
   virtual void count_nonfinite(const at::Device& device,
                                const std::vector<KernelTensorArgs>& all_args,
                                int64_t* counts) const = 0;
