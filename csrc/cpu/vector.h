@@ -208,7 +208,7 @@ AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLa
 AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
 #if AMP_EXT_VECTOR_X86 == 64
   return _mm512_mask_sqrt_ps(value, 0xffff,
-                             // Without a mask, gcc warns of its own header.
+                             // Without a mask, gcc warns about its own header.
                              value);
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_sqrt_ps(value);

@@ -26,7 +26,7 @@ int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]
   uint32_t* block_counter = nullptr;  // [1], the counter of step()
-  // [count], zero before and after; null unless the sums of each tensor are wanted.
+  // [count], one per tensor, zero before and after; null if the sum of each tensor is not wanted.
   uint32_t* tensor_counters = nullptr;
 };
 

@@ -365,7 +365,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Entries<FastPack<typename NumberFormats::template Buffer<index>, kCount>...> buffers;
   };
 
-  // Prefetches the pack kAhead elements after `first` in all arrays that are read, if `there`.
+  // If `there` is true, prefetches the pack kAhead elements after `first` in all arrays to read.
   template <int kAhead>
   static __device__ __forceinline__ void prefetch(const Streams& streams, int64_t first,
                                                   bool there) {

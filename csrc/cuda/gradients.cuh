@@ -99,7 +99,7 @@ struct WarpValues {
   T values[kWarps];
 };
 
-// Returns the sum over the threads of a block to all of them, added in a fixed order.
+// Returns to each thread of a block the sum over all its threads, added in a fixed order.
 template <typename Shape, typename T>
 __device__ T block_sum(T value) {
   constexpr int kWarps = Shape::kThreads / 32;
@@ -152,7 +152,7 @@ __device__ double careful_sum_of_squares(const Tile& tile) {
   return tile_sum_of_squares<double>(tile);
 }
 
-// Returns the sum of `count` tile sums to all threads of a block, added in a fixed order.
+// Returns to each thread of a block the sum of `count` tile sums, added in a fixed order.
 template <typename Shape>
 __device__ double sum_of_tiles(const double* sums, int64_t count) {
   double total = 0.0;

@@ -132,7 +132,7 @@ template <typename Storage, int kBits>
 struct Numbers<Split<Storage, kBits>> {
   using Residual = typename Split<Storage, kBits>::Residual;
   static constexpr int kPointers = 2;
-  static constexpr int kLeastBytes = sizeof(Storage);  // with 1, packs of 16 would spill
+  static constexpr int kLeastBytes = sizeof(Storage);  // 1 would give packs of 16, which spill
   static constexpr bool kMayDither = kBits == 8;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
@@ -200,7 +200,7 @@ struct Numbers<Split<Storage, kBits>> {
 template <>
 struct Numbers<Ratio> {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(float);  // with 1, packs of 16 would spill
+  static constexpr int kLeastBytes = sizeof(float);  // 1 would give packs of 16, which spill
   static constexpr bool kMayDither = true;
 
   uint8_t* codes;

@@ -293,15 +293,15 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   }
 };
 
-// Architecture that is compiled for: 900 for sm_90, and 0 in host code.
+// The architecture for which this code is compiled: 900 for sm_90, and 0 in host code.
 #if defined(__CUDA_ARCH__)
 inline constexpr int kArchitecture = __CUDA_ARCH__;
 #else
 inline constexpr int kArchitecture = 0;
 #endif
 
-// A type of its own, not an alias: kernels are templates of it, and an alias would name another
-// type in host code than on sm_100.
+// This is not an alias, because kernels are templates of it, and an alias would name another type
+// in host code than on sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 
   const Streams streams = Streams::at(table, tensor);
-  const Constants& constants = block.constants;  // a copy would be spilled
+  const Constants& constants = block.constants;  // a copy in registers would be spilled
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);
   [[maybe_unused]] const auto update_all = [&](auto dithers) {

@@ -9,7 +9,7 @@
 
 namespace amp_ext::cuda {
 
-// How a kernel divides its work.
+// Division of a kernel's work into blocks (one per tile) and packs.
 template <int kThreadsOfBlock, int kElementsOfTile, int kBlocksAtOnce, int kPacksAtOnce,
           int kElementsOfSmallTile = kElementsOfTile>
 struct Shape {
@@ -106,7 +106,7 @@ struct TensorTable {
     return min(begin + tile_size, numel[tensor]);
   }
 
-  // Returns the tensor of a tile: the last one whose first tile is not after it.
+  // Returns the tensor to which a tile belongs: the last one that starts at or before this tile.
   __device__ int tensor_of(int32_t tile) const {
     int low = 0;
     int high = count;

@@ -60,7 +60,7 @@ struct RatioCode {
   static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus the bits of 0.75
   static constexpr float kOrigin = 132.0f;
   static constexpr float kOffset = 0.734375f;  // its bits are kMirror minus the bits of kOrigin
-  static constexpr uint32_t kLargest = 0x41800000;  // the bits of 16, the ratio with index 126
+  static constexpr uint32_t kLargest = 0x41800000;  // the bits of 16: ratio + kOffset at index 126
   static constexpr uint32_t kNan = 0x7fu;
 
   template <typename U>

@@ -31,7 +31,7 @@ struct NormSummary : ReportStamps {
   double mean = 0.0;
   double variance = 0.0;
   double last_norm = 0.0;
-  double limit = std::numeric_limits<double>::infinity();  // a larger next norm is an outlier
+  double limit = std::numeric_limits<double>::infinity();  // the next norm is an outlier above it
   int64_t similar_norms = 0;  // number of consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 

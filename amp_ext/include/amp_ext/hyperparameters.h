@@ -84,7 +84,7 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  double denominator_floor = 0.0;  // lower bound of the corrected second moment, before the root
+  double denominator_floor = 0.0;  // floor of the bias-corrected second moment, before its root
 
   static constexpr const char* kOperation = "adam_";
   static constexpr const char* kName = "AdamHyperparameters";

@@ -1,5 +1,5 @@
 // Optimizers for LibTorch: subclasses of torch::optim::Optimizer that update many parameters per
-// kernel launch and keep float32 masters of 16-bit parameters.
+// kernel launch and keep float32 master weights of 16-bit parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -222,7 +222,7 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
   }
   LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: implicit, as in torch
 
-  // Decay rates of the average that gives the direction of the step, and of the stored average.
+  // Decay rates of two averages: beta1 for that whose sign is the step, beta2 for the stored one.
   AMP_EXT_OPTION(Betas, betas)
   // If false, weight decay is added to gradients instead of shrinking parameters.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)

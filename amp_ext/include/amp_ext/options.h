@@ -45,7 +45,7 @@ struct AMP_EXT_API StepLists {
   TensorList grads;
   std::vector<OptionalTensorList> buffers;  // a list per buffer, in the order of kBuffers
   OptionalTensorList steps;  // float32 step counters of one element; nullopt: `timestep` is used
-  OptionalTensorList master_params;  // float32 masters of 16-bit parameters
+  OptionalTensorList master_params;  // float32 master weights of 16-bit parameters
   // For each parameter, which may be a shard, the index of its first element in the full tensor;
   // nullopt if the parameters are not sharded. Dithering depends on it.
   std::optional<std::vector<int64_t>> global_offsets;
