@@ -1,4 +1,4 @@
-// The hyperparameters of all parameter groups, type-erased so that one plan serves any optimizer.
+// The hyperparameters of all parameter groups, type-erased so that Plan serves any optimizer.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -18,17 +18,17 @@
 
 namespace amp_ext {
 
-// Requirements of a group on its states, derived from its hyperparameters.
+// Parts that the states of a group need, derived from its hyperparameters.
 struct StateRequirements {
   bool buffers;
-  bool step;    // the formula uses the number of the step
-  bool dither;  // low-precision values are dithered
+  bool step;    // the formula uses the number of the step, so states count their steps
+  bool dither;  // low-precision values are dithered, which also needs the number of the step
 
-  // True if the states count their steps, which the formula or dithering needs.
+  // True if states must count their steps, because the formula or dithering needs the count.
   bool counted_steps() const { return step || dither; }
 };
 
-// Returns the name of a hyperparameter that is NaN and would spoil all parameters; null if none is.
+// Returns the name of a hyperparameter that is NaN (a step would make parameters NaN), or null.
 template <typename Hyperparameters>
 const char* nan_in(const Hyperparameters& hyperparameters) {
   const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
@@ -44,13 +44,13 @@ struct AMP_EXT_API GroupTable {
   struct Entry {
     CommonHyperparameters* common;
     OptionalTensor lr;  // the learning rate, if it is a tensor
-    uint8_t dithered;   // bits of KernelTensorArgs::dithered, for any dtypes
+    uint8_t dithered;   // values that may be dithered, as bits of KernelTensorArgs::dithered
     StateRequirements requirements;
-    const char* not_a_number;  // result of nan_in
+    const char* not_a_number;  // name of a hyperparameter that is NaN, or null
   };
-  std::shared_ptr<void> hyperparameters;  // [groups] of Hyperparameters
+  std::shared_ptr<void> hyperparameters;  // array of Hyperparameters, one for each group
   std::optional<OptimizerKernel> (*kernel)(int buffers);
-  const BufferDescription* buffers;  // all buffers of the formula
+  const BufferDescription* buffers;  // array of descriptions of all buffers of the formula
   std::vector<Entry> groups;
 
   template <typename Hyperparameters>

@@ -1,4 +1,4 @@
-// Inspection of a coming step: takes it with copies of one parameter at a time, and measures them.
+// Inspects a coming step: takes it on a copy of each parameter, and measures how the copy changes.
 #include "optimizer/inspection.h"
 
 #include <ATen/TensorOperators.h>
@@ -21,7 +21,7 @@ namespace amp_ext {
 
 namespace {
 
-// Elements that are converted to float64 and measured at a time.
+// Number of elements that are converted to float64 and measured at a time.
 constexpr int64_t kMeasuredAtOnce = int64_t{1} << 20;
 
 // A StateStore that discards everything: a trial step works on copies.
@@ -59,22 +59,23 @@ ParamSlot with_copies(const ParamSlot& slot, bool writes_grad) {
   return copy;
 }
 
-// Returns the values to which a step adds its update: the float32 or joined master, or the
-// parameter.
+// Returns the values to which a step adds its update: the master weight in float32 (joined with the
+// parameter if it is a residual), or the parameter if it has no master weight.
 at::Tensor decoded(const ParamSlot& slot) {
   switch (slot.master()) {
     case Master::kNone:
       return slot.param().detach();
     case Master::kFloat32:
       return slot.master_param();
-    case Master::kLow16:  // slots have int16, join_fp32 takes bytes
+    case Master::kLow16:  // a slot has int16 elements, and join_fp32 takes pairs of bytes
       return join_fp32(slot.param().detach(), slot.master_param().unsqueeze(-1).view(at::kByte));
     default:
       return join_fp32(slot.param().detach(), slot.master_param());
   }
 }
 
-// Calls a function with the same slice of each flattened tensor, until all slices were visited.
+// Flattens the tensors and cuts each into slices. Calls a function with the first slice of each
+// tensor, then with the second slice of each, and so on.
 template <typename Function>
 void for_each_part(const std::vector<at::Tensor>& tensors, const Function& function) {
   std::vector<at::Tensor> flat, parts(tensors.size());
@@ -91,7 +92,7 @@ void add_squares(const at::Tensor& sum, const at::Tensor& numbers) {
   sum.add_(numbers.to(at::kDouble).square().sum());
 }
 
-// Measures a slot before and after a step; `weight` is decoded(before).
+// Measures how a step changed slot `before` to `after`. `weight` is decoded(before).
 void measure(const ParamSlot& before, const at::Tensor& weight, const ParamSlot& after,
              const at::Tensor& sums) {
   sums.zero_();
@@ -144,7 +145,7 @@ std::vector<GradScanResult> Plan::scan_without_recording(
   const OutsideInferenceMode normal;
   Plan trial(checks_.operation);
   trial.become_trial_of(*this);
-  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks sum these too, as in a real scan
+  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks also sum these norms, as in a real scan
   std::vector<GradScanResult> results;
   for (GradScan& scan : trial.scan_grads({}, grad_scale, options)) results.push_back(scan.result);
   return results;
@@ -158,8 +159,8 @@ std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
   return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
 }
 
-// Remembers the first and the last gradient of the step: two are cheap, and enough to recognize it.
-// One of them may be left over from before its parameter was frozen.
+// Remembers the first and the last gradient of the step, so that inspect() can refuse used ones.
+// One is not enough: it may be left over from before its parameter was frozen.
 void Plan::remember_step() {
   const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -237,7 +238,7 @@ void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
   NoStore nothing;
   step(table, options, nothing);
   const ParamSlot& after = slots_[0];
-  // The step has first replaced an out-of-date master, so the update starts from the new one.
+  // A step first replaces a master that is out of date, so the update starts from its replacement.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);

@@ -1,4 +1,4 @@
-// Result of a trial step: for each parameter, sums that ranks can add up.
+// Result of inspect(), a trial step on copies: for each parameter, sums that ranks can add up.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +13,21 @@
 
 namespace amp_ext {
 
-// Columns of InspectedStep::sums; NaN for a parameter without a gradient. Ranks add them up, and
-// take the maximum of kLargestUpdate. Weight means the master, or the parameter if it has no
-// master.
+// Columns of InspectedStep::sums. All are NaN for a parameter without a gradient. Ranks add the
+// columns up, but take the maximum of kLargestUpdate. "Weight" means the master weight, or the
+// parameter if there is none.
 enum InspectedSum {
   kLargestUpdate,   // largest |update| of an element
   kNumel,           // number of elements of the parameter
   kSquares,         // sum of squares of the weight before the step
   kUpdateSquares,   // sum of squares of the update
-  kUnmoved,         // number of elements of the parameter that stay the same
-  kUnmovedMaster,   // number of elements of the weight that stay the same
+  kUnmoved,         // number of elements of the parameter that the step does not change
+  kUnmovedMaster,   // number of elements of the weight that the step does not change
   kMomentSquares0,  // sum of squares of buffer 0; the other buffers follow
 };
 inline constexpr int kInspectedSums = kMomentSquares0 + kMaxBuffers;
 
-// Sums of a trial step, still on the device: read() waits for a GPU.
+// Result of a trial step, in tensors on the device. read() copies them, so it waits for a GPU.
 struct AMP_EXT_API InspectedStep {
   struct Param {
     int64_t group;
@@ -36,9 +36,9 @@ struct AMP_EXT_API InspectedStep {
     std::vector<std::string> buffers;  // names of the buffers
   };
 
-  std::vector<Param> params;  // all parameters of the plan
+  std::vector<Param> params;  // all parameters of the optimizer, in order
   at::Tensor sums;            // [params, kInspectedSums] float64
-  at::Tensor skipped;         // bool, one element
+  at::Tensor skipped;         // bool, one element: whether the step would be skipped
 
   optim::Inspection read() const;
 };

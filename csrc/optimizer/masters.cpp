@@ -30,18 +30,18 @@ int64_t bits_of(const std::string& key) {
   for (const LowerPart& part : kLowerParts) {
     if (part.key == key) return part.bits;
   }
-  return 0;  // float32 master, no residual
+  return 0;  // the key of a float32 master, which has no residual
 }
 
-// Returns the master in float32, joined if it is split. Undefined if there is none, or a residual
-// whose float16 parameter now has another dtype, so that the upper part is gone.
+// Returns the master weight in float32, joined if it is split. Undefined if there is none, or if
+// the parameter was converted from float16 and the upper part of its split master is lost.
 at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   const auto fp32 = masters.find(kFp32Master);
   if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
     const auto residual = masters.find(part.key);
     if (residual == masters.end()) continue;
-    // A bfloat16 parameter can be restored from float16, if float16 could hold its value.
+    // Converting a parameter back to bfloat16 restores all values that the other dtype could hold.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
     return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
@@ -72,8 +72,8 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
     return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
-    // A tie rounds away from zero in a split master, but to even in float32. The next float32
-    // towards the parameter rounds to it.
+    // Splitting rounds ties away from zero, but the conversion from float32 rounds them to even. A
+    // tie that would not round to the parameter becomes the next float32 towards it, which does.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

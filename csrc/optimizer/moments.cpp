@@ -31,7 +31,7 @@ MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
   return {buffer.name, buffer.role, code == "q8h" ? at::kChar : at::kByte, code};
 }
 
-// Returns all formats of a moment: float32, then the quantized ones. Their `role` means nothing.
+// Returns all formats of a moment: float32, then the quantized ones. Their `role` is a placeholder.
 std::vector<MomentFormat> all_formats(const std::string& name) {
   const BufferDescription buffer = {name.c_str(), BufferRole::kFirstMoment};
   std::vector<MomentFormat> formats = {format_of(buffer, at::kFloat, "")};
@@ -53,7 +53,7 @@ at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
 }
 
 // Returns a moment as a floating-point tensor, float32 if it was quantized; undefined if there is
-// none.
+// none. `second` is the second moment, to whose root ratios refer.
 at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
                               const at::Tensor& second) {
   for (const MomentFormat& format : all_formats(name)) {
@@ -71,7 +71,7 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
   return {};
 }
 
-// Returns a moment in a format, by key; zeros if `number` is undefined.
+// Returns the tensors of a moment in a format, by key. An undefined `number` stands for zeros.
 Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::Tensor& param,
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);

@@ -15,8 +15,8 @@
 
 namespace amp_ext::optim {
 
-// Returns the format as keys name it: "q8h" for kRatio, "q8s" for kRoot, "q8m" for kMagnitude, or
-// "".
+// Returns the suffix of a quantized format in keys: "q8h" for kRatio, "q8s" for kRoot, "q8m" for
+// kMagnitude, "" for kNone.
 AMP_EXT_API const char* name_of(BufferCode code);
 
 // The format in which one moment is stored.
@@ -24,43 +24,43 @@ struct AMP_EXT_API MomentFormat {
   std::string name;  // the moment's key in torch: "exp_avg"
   BufferRole role;
   at::ScalarType dtype;  // dtype of the stored elements
-  std::string code;      // "q8h", "q8s" or "q8m"; empty: not quantized
+  std::string code;      // quantized format: "q8h", "q8s" or "q8m"; empty if not quantized
 
-  // Key of the elements; key of the blocks' exponents, empty if the format has none; list of both.
+  // key() is the key of the elements, exponents_key() that of the exponents of blocks (empty if the
+  // format has no blocks), and keys() lists both.
   std::string key() const;
   std::string exponents_key() const;
   std::vector<std::string> keys() const;
 };
 
-// The tensors of the moments of one parameter, by key.
+// The tensors of one parameter's moments, by key: "exp_avg_sq_q8s", "exp_avg_sq_exp", for example.
 using Moments = std::map<std::string, at::Tensor>;
 
-// True if a moment is present in any format; `has_key` tells which keys a state has.
+// HasKey tells if a state has a key; has_moment, if it has the moment `name` in any format.
 using HasKey = std::function<bool(const std::string&)>;
 AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 
 // True if `key` belongs to a moment with one of these names, in any format.
 AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names);
 
-// True if `key` is for the blocks' exponents of one of these moments. sizes_of_exponents returns
-// the sizes of such a tensor.
+// True if one of these moments, quantized in blocks, has its exponents under `key`.
+// sizes_of_exponents returns the shape of the exponents of a parameter.
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
-// True if moments of a parameter may be quantized in blocks of 32 elements. A shard must have
-// complete blocks, which lie within the rows of dimension 0: no other dimension may be sharded
-// (`shards_whole_rows`). The parameter must be contiguous, because another order of the elements
-// would assign them to the exponents of other blocks.
+// True if moments of a parameter can be quantized in blocks of 32 elements. Each block lies within
+// a row of dimension 0, so only dimension 0 may be sharded (`shards_whole_rows`). The parameter
+// must be contiguous, because in another memory order its elements would belong to other blocks.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
-// Returns the format of each moment. `param` is the unsharded parameter, even if this rank holds a
-// shard, so that dtype and shape give every rank the same formats.
+// Returns the format of each moment. Dtype and shape of `param` determine it, so pass the unsharded
+// parameter even if this rank has a shard: all ranks must have the same formats.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                                  at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
                                                  bool shards_whole_rows = true);
 
-// Returns the moments as floating-point tensors by name; quantized ones become float32.
+// Returns the moments as floating-point tensors, by name. Quantized moments become float32.
 AMP_EXT_API Moments dequantized_moments(const Moments& moments,
                                         at::ArrayRef<BufferDescription> buffers);
 
@@ -78,8 +78,8 @@ AMP_EXT_API void check_code(const at::Tensor& saved, const MomentFormat& format,
                             const std::string& key, const at::Tensor& param,
                             const std::string& where);
 
-// Returns uninitialized memory for `key` of a quantized format: contiguous if the format has
-// exponents, otherwise in the parameter's layout.
+// Returns uninitialized memory for the tensor under `key` of a quantized moment. It is contiguous
+// if the format has exponents, and otherwise in the parameter's layout.
 AMP_EXT_API at::Tensor empty_code(const MomentFormat& format, const std::string& key,
                                   const at::Tensor& param);
 

@@ -1,4 +1,4 @@
-// Allocates, moves and loads the statistics; reads their mirror without waiting.
+// Allocates, moves and loads the statistics, and reads their copy in host memory.
 #include "optimizer/norm_statistics.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ void NormStatistics::move_to(const at::Device& device) {
   if (bytes_.device() == device) return;
   synchronize(bytes_.device());
   const at::Tensor before = mirror_;
-  retired_.push_back(bytes_);  // a captured CUDA graph writes both when it is replayed
+  retired_.push_back(bytes_);  // replays of captured CUDA graphs write both
   retired_.push_back(before);
   allocate(device);
   fill(*as<NormGuardMemory>(before));

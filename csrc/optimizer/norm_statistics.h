@@ -14,12 +14,11 @@
 
 namespace amp_ext {
 
-// The latest norms, oldest first. A norm is withheld if its step was skipped or its gradients
-// clipped.
+// The latest gradient norms, oldest first.
 struct NormHistory {
-  int64_t first_norm;  // number of norms[0], counted from 1
+  int64_t first_norm;  // position of norms[0] among all norms so far, counted from 1
   std::vector<double> norms;
-  std::vector<bool> withheld;
+  std::vector<bool> withheld;  // whether the step of each norm was skipped or clipped
 };
 
 class AMP_EXT_API NormStatistics {
@@ -35,8 +34,8 @@ class AMP_EXT_API NormStatistics {
   void move_to(const at::Device& device);
   at::Device device() const { return bytes_.device(); }
 
-  // Returns the bytes of a NormGuardMemory on a device: the statistics themselves if they live
-  // there, otherwise a copy without the history.
+  // Returns the bytes of a NormGuardMemory on `device`: the statistics themselves if that is their
+  // device, otherwise a copy without the history.
   at::Tensor bytes_on(const at::Device& device) const;
 
   // Read the state after the last step that the device has finished. With `wait`, the host first
@@ -45,8 +44,8 @@ class AMP_EXT_API NormStatistics {
   NormHistory history(bool wait) const;
   bool last_step_skipped(bool wait) const { return read(wait).last_was_skipped != 0; }
 
-  // Returns true once: if recent norms are nearly equal, as if something else clipped the
-  // gradients.
+  // Returns true at most once: if recent norms are nearly equal, which suggests that gradients were
+  // clipped before the step. The caller then shows warning().
   bool must_warn();
   static const char* warning();
 
@@ -58,9 +57,9 @@ class AMP_EXT_API NormStatistics {
   void fill(NormGuardMemory memory);
 
   at::Tensor bytes_;                 // a NormGuardMemory on device()
-  at::Tensor mirror_;                // its mirror in host memory
-  std::vector<at::Tensor> retired_;  // both tensors of earlier devices
-  int64_t first_norm_ = 0;           // norms counted before the last load()
+  at::Tensor mirror_;                // copy of bytes_ in host memory, updated by kernels
+  std::vector<at::Tensor> retired_;  // bytes_ and mirror_ of earlier devices
+  int64_t first_norm_ = 0;           // number of norms before the last load()
   bool has_warned_ = false;
 };
 

@@ -110,9 +110,9 @@ OptionDescription betas() {
           kBelow1, std::move(fields)};
 }
 
-// Returns the description of an optimizer, given its own options. `missing` applies to common
-// options that torch has, such as `maximize`, and `decoupled_weight_decay` to the option of this
-// name.
+// Returns the description of an optimizer that has the options `own` besides the common ones.
+// `missing` says what a load does if a file lacks a common option of torch, such as `maximize`;
+// `decoupled_weight_decay` says it for the option of this name.
 template <typename Hyperparameters>
 OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
                                const std::vector<OptionDescription>& own,
@@ -191,7 +191,8 @@ const OptimizerDescription& description_of<LionHyperparameters>() {
 
 namespace {
 
-// Returns the names that `add` appends for each of our optimizers, each of them once.
+// Calls `add` with the description of each of our optimizers, and returns the names that it
+// appends, without duplicates.
 template <typename Add>
 std::vector<std::string> names_in_all_descriptions(const Add& add) {
   std::vector<std::string> all, names;
@@ -302,7 +303,7 @@ void check_group(const GroupOptions& options) {
                       "has no code, got ",
                       options.shown(state_dtype, {}));
   } else if (form != nullptr && !options.state_dtype().has_value()) {
-    // Kernels with a split master support moments in float32 and bfloat16 only.
+    // Kernels with a split master weight support moments in float32 and bfloat16 only.
     TORCH_CHECK_VALUE(count == 0 || !options.has_float16_params(), options.name_of(state_dtype),
                       " must be torch.float32 or torch.bfloat16 for parameters in torch.float16 "
                       "with master_weights='",
@@ -337,8 +338,8 @@ ClippingOptions clipping_options(const std::string& optimizer,
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
-  // With a full master and float32 moments, only the parameter is rounded; the master keeps the
-  // rest.
+  // With a full master and float32 moments, only the parameter is rounded. It needs no dithering,
+  // because the master keeps what the rounding loses.
   const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_low_precision &&

@@ -17,7 +17,7 @@
 namespace amp_ext::optim {
 
 enum class OptionType {  // options up to kLimit hold one number
-  kLearningRate,         // a number; in Python also a tensor, which steps read on its device
+  kLearningRate,  // a number; in Python also a tensor, whose value kernels read on its device
   kNumber,
   kNumberFrom0,
   kLimit,    // a number of at least 0, or None
@@ -46,7 +46,8 @@ struct OptionDescription {
   // accepts any value.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
-  // Hyperparameters that the option sets; if empty, the one with the option's name, if it exists.
+  // Names of the hyperparameters that the option sets. If empty, the option sets the hyperparameter
+  // of the same name, if there is one.
   std::vector<const char*> fields = {};
   size_t index = 0;  // position among the options of the optimizer
 
@@ -57,8 +58,8 @@ struct OptionDescription {
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// Returns the allowed values in words, without a range: "a number or None". `takes_tensors` adds
-// "or a tensor of one element" for options that may be one.
+// Returns the allowed values in words, without a range: "a number or None". With `takes_tensors`,
+// "or a tensor of one element" is added for options that may also be a tensor.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
 struct OptimizerDescription;
@@ -81,8 +82,8 @@ class AMP_EXT_API GroupOptions {
   virtual bool has_float16_params() const = 0;
   virtual bool takes_tensors() const = 0;
 
-  // Return the name of an option in errors ("Adam: lr of group 1") and its value, or the one at
-  // `index`, as errors print it.
+  // name_of returns the name of an option in errors ("Adam: lr of group 1"). shown returns its
+  // value as errors print it; with `index`, only the number at this index of a tuple.
   virtual std::string name_of(const OptionDescription& option) const = 0;
   virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
 
@@ -102,8 +103,8 @@ struct AMP_EXT_API OptimizerDescription {
 
   std::vector<OptionDescription> options;  // common options such as lr come first
   std::vector<BufferDescription> buffers;  // all buffers of the formula
-  std::vector<Source> sources;             // [hyperparameters], as set_fields reads them
-  bool counts_from_buffer = false;         // torch stores no step; without a buffer, none was taken
+  std::vector<Source> sources;      // one for each hyperparameter, in the order of set_fields
+  bool counts_from_buffer = false;  // torch stores no step count: no buffer means no step so far
   // Builds the table of hyperparameters from the options of all groups.
   GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
   // Returns torch's error message for defaults that contradict each other, or null.
@@ -139,7 +140,7 @@ AMP_EXT_API void check_values(const GroupOptions& options);
 // Calls check_values, and throws if options of a group contradict each other.
 AMP_EXT_API void check_group(const GroupOptions& options);
 
-// Options about the norm over all gradients, which must be the same in all groups.
+// Options about the norm over all gradients, so all groups must have the same values.
 struct ClippingOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
@@ -154,7 +155,8 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// Returns how many of the first buffers a group uses. The last buffer may be AMSGrad's maximum.
+// Returns how many buffers of the formula a group uses, counted from the first. AMSGrad's maximum,
+// which is used only if AMSGrad is on, comes last.
 AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.

@@ -15,12 +15,13 @@ using Names = std::vector<std::string>;
 // FullyShardedDataParallel and checkpoint_wrapper add to them.
 AMP_EXT_API Names without_wrappers(const Names& names);
 
-// Returns the index in the file of each parameter in `own`, by name. Empty unless both sides have
-// the same names, each once; parts that wrappers add to names are ignored.
+// Returns, for each parameter in `own`, the index of its name in `saved`. Empty unless both sides
+// have the same names, each once. Parts that wrappers add to names are ignored.
 AMP_EXT_API std::vector<int64_t> indices_by_name(const Names& own, const Names& saved);
 
-// Returns an error text if both sides have the same names, each once, but a parameter is in another
-// group: loading by position would give its state to another parameter. Otherwise returns "".
+// Returns an error text if both sides have the same names, each once, but a name is in another
+// group of the file, because loading by position would then give its state to another parameter.
+// Otherwise returns "".
 AMP_EXT_API std::string misplaced_param(const std::vector<Names>& own,
                                         const std::vector<Names>& saved);
 

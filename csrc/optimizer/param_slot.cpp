@@ -1,4 +1,5 @@
-// Finds changes of a parameter's tensors, fills KernelTensorArgs, and copies back after a step.
+// Finds changes of a parameter's tensors, fills KernelTensorArgs, and copies dense copies back
+// after a step.
 #include "optimizer/param_slot.h"
 
 #include <ATen/core/grad_mode.h>
@@ -28,7 +29,7 @@ at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_pa
   return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
 }
 
-// A DTensor and its local shard have separate version counters, and either may be written through.
+// A DTensor and its local shard have separate version counters, and user code may write either.
 int64_t ParamSlot::version() const {
   return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);
 }
@@ -191,7 +192,7 @@ bool ParamSlot::differs_from_master(uint64_t seed) const {
   constexpr int kElements = 4;
   const auto* const master = static_cast<const float*>(args.master_param);
   for (int i = 0; i < kElements; ++i) {
-    seed = seed * 6364136223846793005u + 1442695040888963407u;  // Knuth's generator
+    seed = seed * 6364136223846793005u + 1442695040888963407u;  // Knuth's random generator
     const auto element = static_cast<int64_t>((seed >> 1) % static_cast<uint64_t>(args.numel));
     float stored = 0.0F, rounded = 0.0F;
     if (args.param_dtype == DType::kFloat16) {

@@ -1,4 +1,4 @@
-// One parameter of a plan: its tensors, and the KernelTensorArgs that an engine gets for them.
+// One parameter of a Plan: its tensors, and the KernelTensorArgs that an engine gets for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,8 @@ namespace amp_ext {
 
 // The state of one parameter. A tensor that the optimizer does not use is undefined.
 struct ParamState {
-  // exp_avg, ...: of the parameter's shape. Quantized to 8 bits they are int8 (ratios to the root
-  // of the second moment) or uint8 (blocks in the order of the parameter's memory).
+  // exp_avg and so on, of the parameter's shape. 8-bit buffers are int8 (ratios to the root of the
+  // second moment) or uint8 (quantized in blocks, in the order of the parameter's memory).
   std::vector<at::Tensor> buffers;
   at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
   at::Tensor step;          // float32, one element
@@ -36,34 +36,34 @@ inline constexpr int kLists = kBuffer0 + kMaxBuffers;
 // otherwise float32. Kernels for quantized moments read the parameter's dtype.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
 
-// Returns the float32 master. Elements that do not round to the parameter are replaced by it,
-// because the parameter was changed after the master.
+// Returns a corrected float32 master: where the master does not round to the parameter, the
+// parameter was changed after it, and its value is taken.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
-// A tensor whose layout or dtype kernels can't read, and memory for the dense copy that they get.
+// A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
 struct ContiguousCopy {
   at::Tensor original;
   at::Tensor dense;
-  bool written;  // the kernel writes it, so it is copied back
+  bool written;  // the kernel writes `dense`, so it must be copied back
 };
 
-// Prefetch distances of a loop over slots: tensors first, then their storages, whose addresses the
-// tensors hold.
+// Number of slots that a loop prefetches ahead: tensors earlier than storages, because the address
+// of a storage is read from its tensor.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
   const void* object;  // identity of the parameter
-  // Set only during an operation of the plan, like the gradient. The parameter is borrowed, because
-  // counting a reference would take longer than all other work on the slot.
+  // The parameter or this rank's shard, set only during an operation of the plan. It is borrowed,
+  // because counting a reference would take longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
-  std::optional<SeenTensor> param_of_master;  // the parameter that the master was last rounded to
-  bool master_is_current = false;  // whether the parameter is unchanged since param_of_master
+  std::optional<SeenTensor> param_of_master;  // the parameter when its master was last rounded
+  bool master_is_current = false;  // whether the parameter was not written since param_of_master
   bool is_sharded = false;
   bool args_are_current = false;  // whether args is up to date, except for the gradient
   bool grad_is_current = false;   // whether args has the present gradient
   bool writes_grad = false;
-  bool seen_grad_is_scaled = false;  // a step used seen_grad and left it scaled
+  bool seen_grad_is_scaled = false;  // whether a step used seen_grad and left the loss scale in it
   at::ScalarType state_dtype = at::ScalarType::Undefined;  // the parameter's dtype at set_state
   at::Device state_device = at::kCPU;                      // the parameter's device at set_state
   std::optional<bool> was_contiguous;  // is_contiguous() at set_state, if the state is quantized
@@ -74,12 +74,12 @@ struct ParamSlot {
   std::optional<SeenTensor> seen_grad;  // gradient of the last scan, or last step with a scale
   const void* seen_grad_data = nullptr;
   std::vector<ContiguousCopy> contiguous_copies;
-  at::Tensor refreshed_master;           // the corrected master, if the parameter was changed
-  c10::MaybeOwned<at::Tensor> shard_of;  // the parameter, if current_param is a shard of it
+  at::Tensor refreshed_master;           // corrected float32 master, if the parameter was changed
+  c10::MaybeOwned<at::Tensor> shard_of;  // the unsharded parameter, if current_param is a shard
   int64_t partition = 0;
   int64_t global_offset = 0;
-  uint8_t low_precision = 0;  // values in 16 or 8 bits, as bits of KernelTensorArgs::dithered
-  uint8_t dithers = 0;        // the quantized buffers among them: dithered whenever dither is on
+  uint8_t low_precision = 0;  // values in 16 or 8 bits, as in KernelTensorArgs::dithered
+  uint8_t dithers = 0;        // quantized buffers, which are dithered if the group dithers anything
   int64_t group;
   int64_t index_in_group;
 
@@ -97,11 +97,11 @@ struct ParamSlot {
   bool lacks_state() const {
     return state_dtype != param().scalar_type() || state_device != param().device();
   }
-  // True if the gradient is seen_grad and was not written since.
+  // True if the gradient is still seen_grad and was not written since see_grad().
   bool grad_is_as_seen() const;
   void see_grad();
-  // Prefetch tensors or storages. After other work each is a cache miss, and checks would wait for
-  // one after the other.
+  // Prefetch all tensors of the slot, or their storages. Otherwise the checks, which read them one
+  // after the other, would wait for a cache miss at each.
   AMP_EXT_INLINE void prefetch_tensors() const {
     for (int list = 0; list < kLists; ++list) {
       if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
@@ -124,12 +124,13 @@ struct ParamSlot {
   BufferFormat format(int buffer) const;  // derived from the buffer's dtype
   bool has_codes() const;                 // whether args has a quantized buffer
 
-  // Before a tensor is written, copies its memory if a lazy clone (copy-on-write) shares it.
-  // Returns true if it does.
+  // Before a step writes a tensor: if a lazy clone (copy-on-write) shares its memory, gives the
+  // tensor a copy of its own and returns true.
   bool leave_lazy_clone(int list);
   // Updates the fingerprint of a tensor. Returns true if it has changed.
   bool take_fingerprint(int list);
   // If a new gradient needs no conversion and no dense copy, puts it into args and returns true.
+  // Otherwise returns false.
   bool take_new_grad();
   void fill_args();
   void mark_written();

@@ -15,9 +15,9 @@ enum class Naming { kLists, kGroups };
 
 struct ParamSlotChecks {
   std::string operation;
-  std::vector<std::string> buffer_names;  // keys of the buffers, or names of their lists
+  std::vector<std::string> buffer_names;  // keys of buffers; in list operations, names of lists
   Naming naming;
-  const BufferDescription* described = nullptr;  // buffers of the formula, during a step
+  const BufferDescription* described = nullptr;  // the formula's buffers; null outside a step
 
   std::string name_of(const ParamSlot& slot, int list) const;
   std::string code_name(const ParamSlot& slot, int buffer) const;

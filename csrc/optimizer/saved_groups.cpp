@@ -20,7 +20,7 @@ struct WriterSignature {
   const char* advice;
 };
 
-// Earlier versions of amp_ext used other 8-bit formats.
+// Earlier versions of amp_ext have other 8-bit formats, so only their float32 states load.
 constexpr const char* kFromFloat32 = "Write float32_state_dict(optimizer) there and load that";
 constexpr const char* kConverted =
     "It loads after it is converted by the function for that package in docs/migration.md";
@@ -31,7 +31,7 @@ constexpr WriterSignature kSignatures[] = {
     {"master_bytewidth", "flashoptim", kConverted},
     {"gradient_release", "optimi", kConverted}};
 
-// Entries that schedulers write into groups, and the step count of a group.
+// Keys that every group may have: the parameters, a step count, and entries that schedulers write.
 const Keys kAllowed = {"params", "param_names",   "step",   "initial_lr",   "max_lr",
                        "min_lr", "base_momentum", "swa_lr", "max_momentum", "initial_weight_decay"};
 
@@ -39,7 +39,7 @@ bool has(const Keys& keys, const std::string& key) {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
 
-// True for groups of amp_ext, and of torch since 2.4: other libraries don't have these options.
+// True for groups of amp_ext and of torch since 2.4, known by options that other libraries lack.
 bool may_have_entries_of_users(const SavedGroup& group) {
   return has(group.keys, "master_weights") || has(group.keys, "fused");
 }
@@ -67,8 +67,8 @@ void check_signatures(const Loader& loader, const std::vector<SavedGroup>& group
   }
 }
 
-// Requires 'amsgrad' in Adam's groups, which RAdam, Adamax and others lack. Groups of FusedAdam and
-// of transformers' AdamW have no 'amsgrad' either, but one of two flags.
+// Adam requires 'amsgrad' too, to refuse files of RAdam, Adamax and others, which lack it. Files of
+// FusedAdam and of transformers' AdamW have 'bias_correction' or 'correct_bias' instead.
 void check_required(const Loader& loader, const SavedGroup& group, const std::string& where) {
   Keys missing;
   for (const std::string& name : loader.required) {

@@ -13,14 +13,14 @@ namespace amp_ext::optim {
 
 using Keys = std::vector<std::string>;
 
-// One group of a file; the caller has converted it from Python or C++ containers.
+// One parameter group of a file, which the caller has converted from Python or C++ containers.
 struct AMP_EXT_API SavedGroup {
   struct Flag {
     bool is_set;
     std::string text;  // as errors print it
   };
 
-  Keys keys;                          // keys that are strings
+  Keys keys;                          // the keys that are strings
   std::string shown_keys;             // all keys, as errors print them
   std::map<std::string, Flag> flags;  // entries with the names in kSavedFlags
   bool has_step = false;              // whether there is an entry "step"
@@ -30,8 +30,8 @@ struct AMP_EXT_API SavedGroup {
   bool counts_for_states() const;
 };
 
-// Flags of other libraries that say how their optimizers step. `correct_bias` is transformers',
-// `fixed_decay` and `weight_decouple` are pytorch_optimizer's.
+// Flags in groups of other libraries that change the formula of their optimizers. `correct_bias`
+// belongs to transformers, `fixed_decay` and `weight_decouple` to pytorch_optimizer.
 inline constexpr std::array<const char*, 5> kSavedFlags = {
     "bias_correction", "correct_bias", "differentiable", "fixed_decay", "weight_decouple"};
 
@@ -39,9 +39,9 @@ inline constexpr std::array<const char*, 5> kSavedFlags = {
 struct AMP_EXT_API Loader {
   std::string operation;        // "AdamW.load_state_dict"
   std::string name;             // "AdamW"
-  Keys own_keys;                // names of options and buffers, and all keys of its groups
+  Keys own_keys;                // names of its options and buffers, and all keys of its groups
   Keys required;                // options that each group of the file must have
-  std::vector<bool> decouples;  // decoupled_weight_decay of each group
+  std::vector<bool> decouples;  // value of decoupled_weight_decay in each group
 };
 
 // Throws unless the groups and states of a file have all that the optimizer needs and nothing that
@@ -50,7 +50,8 @@ struct AMP_EXT_API Loader {
 AMP_EXT_API void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                                     const Keys& state_keys);
 
-// Throws, in torch's words, unless groups have as many parameters as those of the optimizer.
+// Throws torch's error unless the saved groups have the same numbers of parameters as the
+// optimizer's. `own` and `saved` hold the number of parameters of each group.
 AMP_EXT_API void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved);
 
 }  // namespace amp_ext::optim

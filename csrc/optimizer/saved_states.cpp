@@ -61,8 +61,8 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   }
 }
 
-// Returns the quantized formats of a moment in a file; none if the file also has a floating-point
-// tensor, which is newer: a program that does not know quantized moments wrote it.
+// Returns the quantized formats in which a file has a moment. Returns none if the file also has it
+// as a floating-point tensor, because only a later program without 8-bit support writes that.
 std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
   if (saved.find(name) != nullptr) return {};
   return saved_codes(present_in(saved), name);
@@ -104,8 +104,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Returns all moments of a file, also of buffers that the group does not use: training may change
-// its options.
+// Returns all moments in a file, including those that the group does not use now, because a
+// training loop may change its options.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;

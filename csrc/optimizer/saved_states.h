@@ -1,5 +1,5 @@
-// Converts the state of a parameter from a file of amp_ext, torch or another library, which may
-// have been written with other options.
+// Converts the state of a parameter from a file. amp_ext, torch or another library may have written
+// it, and with other options than the optimizer has now.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +17,12 @@ namespace amp_ext::optim {
 // One value of a state in a file; the caller has converted it from Python or C++ containers.
 struct AMP_EXT_API SavedValue {
   at::Tensor tensor;             // undefined if the value is no tensor
-  std::optional<double> number;  // the number, also in a tensor with one real element
-  std::string type, text;        // type and value, as errors print them
+  std::optional<double> number;  // the value of a number, or of a tensor with one real element
+  std::string type, text;        // type and content of the value, as errors print them
 };
 
 struct AMP_EXT_API SavedState {
-  // Values under keys of the optimizer, in the file's order, without None.
+  // Values under keys that the optimizer knows, in the file's order. None is left out.
   std::vector<std::pair<std::string, SavedValue>> values;
   std::string keys;  // all keys in the file, as errors print them
 
@@ -30,7 +30,7 @@ struct AMP_EXT_API SavedState {
   const SavedValue* find(const std::string& key) const;
 };
 
-// Throws if a state does not fit a parameter or lacks something. `saved` must hold unsharded
+// Throws if a state does not fit a parameter or lacks a required value. `saved` must hold unsharded
 // tensors, even if this rank has a shard of the parameter.
 AMP_EXT_API void check_saved_state(const StateSpec& spec, const ParamRef& param,
                                    const SavedState& saved, const std::string& operation);

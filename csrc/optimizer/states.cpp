@@ -46,7 +46,7 @@ void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, cons
 // Returns the step count to set in a state; empty if the state's own count is valid.
 std::optional<double> steps_behind(const StateSpec& spec, const StateMap& state) {
   const bool lacks_step = !tensor_under(state, "step").defined();
-  if (!spec.needs_buffers && !spec.buffers.empty()) {  // torch's SGD keeps no counter
+  if (!spec.needs_buffers && !spec.buffers.empty()) {  // torch's SGD stores no step count
     const auto names = spec.all_names();
     const bool has_buffers = std::all_of(names.begin(), names.end(), [&](const std::string& name) {
       return has_moment(keys_in(state), name);
@@ -176,7 +176,7 @@ StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap s
     const at::Tensor master = tensor_under(state, master_key);
     if (!master.defined()) {
       set_under(state, master_key, convert_master(param.local, masters_in(state), master_key));
-    } else {  // the plan checks the dtype of a residual
+    } else {  // Plan checks the dtype of a residual later
       convert(master_key, master_key == kFp32Master ? at::kFloat : master.scalar_type());
     }
   }

@@ -21,7 +21,7 @@
 
 namespace amp_ext::optim {
 
-// The tensors of the state of a parameter, by their keys in Python, in order.
+// The tensors of a parameter's state and their keys, in the order of Python's dict.
 using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
 // Access to a StateMap. tensor_under returns an undefined tensor if there is no such key.
@@ -31,7 +31,7 @@ AMP_EXT_API HasKey keys_in(const StateMap& state);
 AMP_EXT_API Masters masters_in(const StateMap& state);
 
 // A parameter and its position in the optimizer. The unsharded parameter determines the formats of
-// the state, so that every rank has the same; the tensors of the state are shards like `local`.
+// the state, so that all ranks have the same formats; its tensors are shards like `local`.
 struct AMP_EXT_API ParamRef {
   at::Tensor unsharded;  // the whole parameter; only dtype, sizes and strides are read
   at::Tensor local;      // this rank's shard, or the whole parameter
@@ -43,20 +43,21 @@ struct AMP_EXT_API ParamRef {
   std::string place() const { return c10::str("group ", group, ", param ", index); }
 };
 
-// Describes the states of a group's parameters, which follow from the formula and the options.
+// Describes the state of each parameter of a group, as its formula and options require it.
 struct AMP_EXT_API StateSpec {
   std::string optimizer;                    // the name of the optimizer, for errors
   at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
   int buffer_count = 0;                     // how many of `buffers` the group uses
   bool keeps_step = true;                   // whether states have a step count
-  // Whether a state that lacks a buffer is refused; if not, its next step counts as the first.
+  // Whether a state that lacks a buffer is refused. If false, its next step counts as the first.
   bool needs_buffers = true;
   bool needs_step = true;  // whether a state without its step count is refused
   MasterWeights master_weights = true;
   StateDType state_dtype;
   std::optional<std::string> rounding;
 
-  // Keys of the buffers if they are not quantized: of those that the group uses, and of all.
+  // Return names of buffers, which are torch's keys ("exp_avg"): names() of the buffers that the
+  // group uses, all_names() of all buffers of the formula.
   std::vector<std::string> names() const;
   std::vector<std::string> all_names() const;
 
@@ -75,7 +76,7 @@ struct AMP_EXT_API StateSpec {
   // Returns the keys that a state requires but lacks.
   std::vector<std::string> missing_from(const HasKey& has_key) const;
 
-  // True if two specs of one optimizer ask for the same states by the same options.
+  // True if two specs of the same optimizer require the same states by the same options.
   friend bool operator==(const StateSpec& a, const StateSpec& b) {
     return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
            a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&

@@ -132,8 +132,8 @@ std::vector<int64_t> Plan::params_without_state() const {
   return indices;
 }
 
-// Collects the weights to average. An out-of-date master is replaced as the next step would do it,
-// and a state of another dtype or shape is ignored, because it no longer fits the parameter.
+// Returns the weights to average. An out-of-date master is corrected as in the next step. A state
+// of another dtype or shape is ignored, because it no longer fits the parameter.
 std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   std::vector<AveragedWeight> weights;
   weights.reserve(slots_.size());
@@ -329,7 +329,8 @@ void WeightAverages::launch(const std::vector<OfDevice>& devices,
   }
 }
 
-// Sets averages to the weights, in the averages' dtype: with counters of 0 an update copies.
+// Sets averages to the weights, in the averages' dtype. Launches an update with counters of 0,
+// because the first update of an average copies the weight.
 void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
                            const std::vector<at::Tensor>& averages) {
   AverageOptions options = options_;
@@ -366,7 +367,7 @@ void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t
 void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
   const at::NoGradGuard no_grad;
   list(weights);
-  std::vector<Replaced> replaced;  // all steps that may fail precede the first write
+  std::vector<Replaced> replaced;  // everything that may fail happens before the first write
   for (const AveragedWeight& weight : weights) {
     const at::Tensor& param = weight.param;
     replaced.push_back(

@@ -22,34 +22,35 @@ namespace amp_ext {
 struct AveragedWeight {
   const void* object;      // the identity of the parameter
   at::Tensor param;        // this rank's shard, or the whole parameter
-  at::Tensor master;       // float32 master or residual; undefined: param is the weight
+  at::Tensor master;       // float32 master or residual; undefined if there is none
   int64_t global_offset;   // index of the shard's first element in the whole tensor
   int64_t group;           // index of the parameter's group
   int64_t index_in_group;  // index of the parameter in the group
 };
 
-// Operations on averages that the plan of an optimizer runs.
+// Operations that Plan::average runs on the averages of an optimizer's weights.
 enum class Averaging { kTake, kList, kRestart, kSwapIn };
 
-// Returns the name for errors: "take_average".
+// Returns the name of the operation for errors: "take_average", for example.
 AMP_EXT_API const char* name_of(Averaging averaging);
 
 // Returns an error text if the options are invalid; empty if they are valid.
 AMP_EXT_API std::string wrong_in(const AverageOptions& options);
 
-// Launches one update of dense averages on one device. Weights in another layout, and float64
-// weights, are copied first. `counters` has two int64; an undefined `step_applied` means 1.
+// Launches one update of averages that are dense and on one device. Weights in another layout than
+// their averages, and float64 weights, are copied first. `counters` is that of
+// WeightAverages::counters(); an undefined `step_applied` means that the step was applied.
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& step_applied,
                     StepScratch& scratch);
 
-// Throws on behalf of an operation if the parameters currently hold the averages.
+// Throws an error that names `operation` if the parameters currently hold the averages.
 void check_weights_are_in(const std::string& operation, bool is_swapped);
 
 // Result of restoring the parameters after they held averages.
 struct SwapEnd {
-  std::unordered_map<const void*, int64_t> writes;  // by parameter: version increments by the swap
+  std::unordered_map<const void*, int64_t> writes;  // by parameter: how often the swap wrote it
   std::exception_ptr failure;  // the first error; null: all are restored exactly
 };
 
@@ -64,8 +65,8 @@ class AMP_EXT_API WeightAverages {
   int64_t listings() const { return listings_; }
 
   // Adds the weights after step number `step` to the averages, once for each step. The first call
-  // adds nothing, because its step precedes the averages. A weight that was registered since the
-  // last step restarts its average after this one.
+  // adds nothing, because its step was taken before the averages existed. The average of a weight
+  // that was registered since the last step restarts at the present weight.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& step_applied,
             int64_t step);
 
@@ -79,7 +80,7 @@ class AMP_EXT_API WeightAverages {
   // still has its dtype, shape and device is restored.
   SwapEnd swap_out();
   bool is_swapped() const { return is_swapped_; }
-  // Throws on behalf of an operation while the averages are in the parameters.
+  // Throws an error that names `operation` if the parameters currently hold the averages.
   void check_not_swapped(const std::string& operation) const;
 
   // Returns the averages, one for each weight, in the dtype of the options.
@@ -90,8 +91,8 @@ class AMP_EXT_API WeightAverages {
   // Returns the indices of weights that were registered since the last step. Their averages restart
   // at the next one.
   std::vector<int64_t> joined() const;
-  // Loads copies of averages, the counters that counters() returned, and the indices that joined()
-  // returned. Checks everything before it changes anything.
+  // Loads saved results of averages(), counters() (as `steps` and `n_averaged`) and joined().
+  // Checks everything before it changes anything.
   void load(const std::string& operation, const std::vector<at::Tensor>& averages, int64_t steps,
             int64_t n_averaged, const std::vector<int64_t>& joined);
 
@@ -100,7 +101,7 @@ class AMP_EXT_API WeightAverages {
     const void* object;
     at::ScalarType param_dtype;
     at::Tensor tensor;
-    bool has_joined;  // registered since the last step
+    bool has_joined;  // whether its weight was registered since the last step
   };
   // Averages on one device.
   struct OfDevice {
@@ -134,7 +135,7 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  std::optional<int64_t> last_step_;  // last step that was counted; empty before the first call
+  std::optional<int64_t> last_step_;  // step number of the last take() or restart(), if any
 };
 
 }  // namespace amp_ext
