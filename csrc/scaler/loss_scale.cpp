@@ -20,7 +20,7 @@ namespace amp_ext {
 
 namespace {
 
-// A value of first_nonfinite that is no index of a parameter: the ranks have different scales.
+// Value of first_nonfinite if ranks have different scales. No parameter has this index.
 constexpr int64_t kScalesDiffer = kNoTensor - 1;
 
 // Returns the tensor on `device`, or an undefined one.
@@ -203,7 +203,7 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   ScaleState state = {scale, growth_tracker, {}};
   if (hysteresis_tracker.defined()) state.hysteresis_tracker = hysteresis_tracker;
   update_scale(state, rules, reported, monitor_.get());
-  for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // the update reset only copies
+  for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // the update only reset copies
   for (const auto& flag : flags) report_slot_of(flag.first).awaits_update = false;
 }
 

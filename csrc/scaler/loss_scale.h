@@ -1,5 +1,5 @@
-// The loss scale of a gradient scaler: its tensors, how an update changes them after an overflow,
-// and the statistics of the updates. The GradScalers of Python and of C++ both hold a LossScale.
+// The loss scale of a gradient scaler: its tensors, their update after each iteration, and the
+// statistics of the updates. The GradScalers of Python and of C++ both hold a LossScale.
 #pragma once
 
 #include <ATen/core/Scalar.h>
@@ -30,7 +30,7 @@ using NameOf = std::function<std::string(int64_t index)>;
 struct LogMessages {
   std::string settled;  // message that the scale has settled for the first time; may be empty
   std::string skips;    // message that many updates in a row were skipped; may be empty
-  bool scale_is_too_small = false;  // true: warn with LossScale::warning_of
+  bool scale_is_too_small = false;  // true: the caller warns with LossScale::warning_of
 };
 
 // The tensors that an update of the scale writes.
@@ -74,20 +74,21 @@ class AMP_EXT_API LossScale {
   using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
   void load(const Entry& entry);
 
-  // Scans. Each optimizer is identified by its slot, the index of its report in the monitor.
+  // Methods about scans of gradients. `slot` identifies an optimizer: it is the index of its
+  // report.
 
   // Returns the slot of the optimizer at address `key`. A slot whose `is_alive` returns false does
   // not count: its optimizer was destroyed, and another one may have the same address now.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
-  // Returns the slot of an optimizer, which is new if the optimizer is unknown. `guard_has_skipped`
-  // tells whether a NormGuard skipped its last step, since the flags only tell of overflows.
+  // Returns the slot of an optimizer, and adds a slot if the optimizer is unknown.
+  // `guard_has_skipped` returns whether a NormGuard skipped its last step, which flags don't show.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
   // Starts an iteration of an optimizer. Drops the result of its last scan if no update has read
-  // it. Returns a found_inf of 0 on the device of the scale, which callers copy and never write.
+  // it. Returns a found_inf of 0 on the device of the scale. Callers must copy and never write it.
   const at::Tensor& start_iteration(int64_t slot);
 
   // Scans the gradients on one device, one for each parameter (see grads_by_device). Multiplies
@@ -96,11 +97,12 @@ class AMP_EXT_API LossScale {
   at::Tensor scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                   const OptionalTensor& inv_scale);
 
-  // Returns the [] int64 on `device` that a scan lowers to the index of the first gradient with inf
-  // or NaN. The index counts the parameters of all groups, also those without a gradient.
+  // Returns the tensor ([] int64 on `device`) that a scan lowers to the index of the first gradient
+  // with inf or NaN. The index counts all parameters of all groups, even without a gradient.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
-  // Takes over the first_nonfinite, one for each device, of an optimizer with a scan of its own.
+  // Stores the first_nonfinite tensors of an optimizer that scans its own gradients, one per
+  // device.
   void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
   // Makes check_scales() throw after the next update if `differ`, a [] bool, is true.
@@ -108,20 +110,20 @@ class AMP_EXT_API LossScale {
 
   // Updates.
 
-  // Allocates the reports that the next update writes. update() does so itself: call it before only
-  // if other threads may read reports while update() runs.
+  // Allocates the reports that the next update writes. update() calls make_room() itself; call it
+  // earlier only if other threads may read reports while update() runs.
   void make_room();
 
-  // Updates the scale from the flags of an iteration, pairs of an optimizer's slot and its
-  // found_inf on one device, without waiting for the device. If `set` is not null, calls it to set
+  // Updates the scale from the flags of an iteration, without waiting for the device. Each flag is
+  // an optimizer's slot with its found_inf on one device. If `set` is not null, it is called to set
   // the scale, and the flags only count in the statistics. Returns new messages, each once, about
   // the last update that the device has finished.
   LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
                      const std::function<void()>& set);
 
-  // Returns true, once, if the scale is so small that its inverse is not finite in float32.
+  // Returns true at most once: if the scale `value` is so small that 1 / `value` is inf in float32.
   bool must_warn_of(double value);
-  // Returns the text of that warning. `value` is the scale as Python or C++ prints it.
+  // Returns the text of the warning. `value` is the scale as Python or C++ prints it.
   static std::string warning_of(const std::string& value);
 
   // Throws, once per update, if the update found different scales on different ranks.
@@ -129,8 +131,8 @@ class AMP_EXT_API LossScale {
 
   // Statistics, as of the last update that the device has finished. Reading them never waits.
 
-  // Whether the last step of the optimizer in `slot`, or with nullopt of any optimizer, was
-  // skipped; nullopt if there was no step.
+  // Returns whether the last step of the optimizer in `slot` was skipped, or that of any optimizer
+  // if `slot` is nullopt. Returns nullopt if there was no step.
   std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
   // `initial_scale` is the scale to report before the first update.
   ScalerStats stats(double initial_scale) const;

@@ -20,8 +20,8 @@ namespace amp_ext {
 
 // A parameter with its gradient.
 struct ParamGrad {
-  const void* param;    // identity of the parameter: a TensorImpl* or a PyObject*
-  at::Tensor grad;      // the values of a sparse gradient, or the local shard; may be undefined
+  const void* param;  // identity of the parameter: a TensorImpl* or a PyObject*
+  at::Tensor grad;    // its values if it is sparse, its local shard if a DTensor; may be undefined
   int64_t version = 0;  // the gradient's version counter, which in-place writes increase
 };
 
@@ -43,20 +43,20 @@ class AMP_EXT_API ScaledIteration {
   int64_t slot;    // index of the optimizer's report, see LossScale::add_optimizer
   NameOf name_of;  // returns the name of a parameter by its index
   // True if an exception may have left gradients or parameters partly written. Only update() is
-  // allowed then. Before it steps an optimizer that is not ours, the scaler sets this to true and
-  // resets it after the step, since it can't see how far a failed step came.
+  // allowed then. The scaler also sets it during a step of another package's optimizer, because it
+  // can't see how far such a step came if it fails.
   bool needs_reset = false;
 
-  // Throws on behalf of a scaler method if needs_reset is true.
+  // Throws an error that names `operation`, a method of the scaler, if needs_reset is true.
   void check_needs_no_reset(const std::string& operation) const;
 
-  // Throws if one of the gradients was already unscaled together with another optimizer, which has
-  // the same parameter.
+  // Throws if one of the gradients was already unscaled in `other`, the iteration of another
+  // optimizer with the same parameter.
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
-  // Throws if a gradient may carry the scale although unscale_() was called: it did not exist then,
-  // or it was written or replaced after the next loss was scaled.
+  // Throws if a gradient may carry the scale although unscale_() was called: because the gradient
+  // did not exist yet, or was written or replaced after the next loss was scaled.
   void check_unscaled(const std::vector<ParamGrad>& grads) const;
 
   // Notes that the scaler scales a loss: gradients that are written or replaced from now on may
@@ -64,8 +64,8 @@ class AMP_EXT_API ScaledIteration {
   void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
-  // Remembers the gradients that are about to be unscaled, and sets needs_reset. The caller resets
-  // it once all of them are unscaled.
+  // Remembers the gradients that are about to be unscaled, and sets needs_reset, which the caller
+  // sets to false again once all of them are unscaled.
   void begin_unscaling(const std::vector<ParamGrad>& grads);
   // Undoes begin_unscaling if no gradient was written.
   void forget_unscaling();
@@ -79,7 +79,7 @@ class AMP_EXT_API ScaledIteration {
   // A gradient that was unscaled, as it was at that time.
   struct Entry {
     std::optional<SeenTensor> grad;  // its storage and version, or nullopt if it has no storage
-    int64_t offset = 0;              // its offset in the storage
+    int64_t offset = 0;              // the gradient's offset in the storage
 
     void see(const ParamGrad& each);
     bool has_place_of(const ParamGrad& each) const;

@@ -12,7 +12,7 @@ namespace amp_ext {
 
 namespace {
 
-constexpr int64_t kFirstRoom = 8;  // initial capacity, in optimizers
+constexpr int64_t kFirstRoom = 8;  // number of optimizers with reports allocated at first
 
 }  // namespace
 

@@ -15,7 +15,7 @@ namespace amp_ext {
 // The most recent updates of the scale, oldest first.
 struct ScaleHistory {
   int64_t first_update;        // number of the oldest update in the lists; the very first is 1
-  std::vector<double> scales;  // scale of the gradients that each update counted
+  std::vector<double> scales;  // scale that the gradients of each update had
   std::vector<bool> skipped;   // whether each update found an overflow
 };
 
