@@ -145,7 +145,7 @@ std::vector<char> bytes_of(const std::string& operation, const c10::IValue& valu
 // Returns the CRC-32 of zip files, computed for eight bytes at a time ("slicing by 8").
 uint32_t crc_of(const char* bytes, size_t size) {
   using Table = std::array<uint32_t, 256>;
-  static const auto tables = [] {  // tables[i][b]: effect of byte b that i bytes follow
+  static const auto tables = [] {  // tables[i][b]: CRC of byte b followed by i zero bytes
     std::array<Table, 8> made;
     for (uint32_t byte = 0; byte < 256; ++byte) {
       uint32_t crc = byte;
@@ -174,8 +174,8 @@ uint32_t crc_of(const char* bytes, size_t size) {
   return ~crc;
 }
 
-// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. The
-// CRC follows each record that is not empty. In a file without CRCs all of them are 0.
+// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. Behind
+// each record that is not empty stands its CRC, which is 0 everywhere in a file without CRCs.
 void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
   constexpr char kSignature[] = {'P', 'K', 7, 8};
   std::string damaged;
@@ -191,8 +191,8 @@ void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStream
     const char* const behind = record + size;
     TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
                 " has no CRC behind it");
-    // Reads the record by torch's reader too. If a damaged header calls it a folder, the reader
-    // writes nothing: the inverted first byte tells that, whatever the memory held before.
+    // Torch's reader must read the same bytes. If a damaged header marks the record as a folder,
+    // the reader writes nothing, and the inverted first byte differs from the record.
     const std::unique_ptr<char[]> read(new char[size]);
     read[0] = static_cast<char>(~record[0]);
     reader.getRecord(name, read.get(), size);

@@ -56,7 +56,7 @@ FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
   return *this;
 }
 
-// Returns the private members. Throws on behalf of a method if the optimizer was moved from.
+// Returns the private members. Throws if the optimizer was moved from; errors name `operation`.
 FusedOptimizer::Impl& FusedOptimizer::checked(const char* operation) const {
   TORCH_CHECK(impl_ != nullptr, c10::demangle(typeid(*this).name()), ".", operation,
               ": the optimizer was moved from. Use the object that it was moved to.");

@@ -32,7 +32,7 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// Clears autocast's cache of casts after a step: even one that throws may have written parameters.
+// Clears autocast's cache of casts after a step, because even a failed step may write parameters.
 struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
 };
@@ -134,7 +134,7 @@ struct GradScaler::State {
   c10::DeviceType device;
   bool enabled;
   std::deque<Iteration> iterations;  // in the order of the first scans; references stay valid
-  std::map<int64_t, std::vector<size_t>> group_sizes;           // parameters per group, by slot
+  std::map<int64_t, std::vector<size_t>> group_sizes;           // sizes of its groups, by slot
   std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;  // by slot; null: no guard
   bool is_stepping = false;
 
@@ -156,7 +156,8 @@ struct GradScaler::State {
   }
 
   // Returns the iteration of an optimizer, and starts it if there is none. The reference stays
-  // valid until the update, even if a step inside of this optimizer's step starts another one.
+  // valid until the update, even if the optimizer's step steps another optimizer and so starts
+  // another iteration.
   Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
     const auto key = key_of(optimizer, operation);
     auto known = loss_scale.find_optimizer(key.get());

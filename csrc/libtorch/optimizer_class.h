@@ -22,8 +22,8 @@ namespace amp_ext::optim {
 // order of OptimizerDescription::options.
 class PlacedOptions final : public GroupOptions {
  public:
-  // Checks also need the last three arguments. An error names an option as `operation`, ": ", the
-  // option and place(): "AdamW: lr of group 1". `params` are the parameters of the group.
+  // Only checks need the last three arguments. Errors join `operation`, the option's name and
+  // place(): "AdamW: lr of group 1", for example. `params` are the parameters of the group.
   PlacedOptions(const OptimizerDescription& optimizer_class, const FusedOptions& options,
                 std::string operation = {}, std::function<std::string()> place = {},
                 const std::vector<at::Tensor>* params = nullptr)

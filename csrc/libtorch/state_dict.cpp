@@ -20,7 +20,7 @@ namespace {
 
 using SavedGroups = std::vector<Dict>;
 
-// Returns the value of an option as in Python's state dicts, which have dtypes as their names.
+// Returns the value of an option as Python's state dicts store it: a dtype, for example, by name.
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
   if (auto* const* flag = std::get_if<bool*>(&place)) return **flag;
@@ -114,7 +114,7 @@ void insert_others(const Dict& dict, const Dict& others) {
   for (const auto& entry : others) dict.insert(entry.key(), entry.value());
 }
 
-// Returns the keys and flags of a saved group, which tell the library that has written it.
+// Returns the keys and flags of a saved group, by which checks recognize the library that wrote it.
 SavedGroup saved_group(const Dict& group) {
   SavedGroup saved;
   saved.keys = keys_of(group);
@@ -139,8 +139,8 @@ Loader loader_of(const OptimizerClass& optimizer_class, const std::string& opera
   return loader;
 }
 
-// Returns a state without buffers that this optimizer does not have and that are all 0. For
-// example, DeepSpeedCPULion writes an exp_avg_sq of zeros, which it never uses.
+// Returns a state without those buffers of other optimizers that are all 0. For example,
+// DeepSpeedCPULion writes an exp_avg_sq of zeros, which it never uses.
 Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& state) {
   const Keys names = names_of_all_buffers();
   auto spec = new_dict();
@@ -197,8 +197,8 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class
   return options;
 }
 
-// Returns a hint for the error about a dict that is no state dict of an optimizer: the key under
-// which it contains one, and that the masters in files of apex are not read.
+// Returns a hint for the error about a dict that is no state dict of an optimizer. It names the key
+// under which the dict has one, and says if the dict has masters of apex, which are not read.
 std::string what_to_load(const Dict& dict) {
   std::string names, masters;
   for (const auto& entry : dict) {

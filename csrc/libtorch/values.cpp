@@ -29,7 +29,7 @@ at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value) {
 
 namespace {
 
-// Returns a number, None or a quoted string, and for any other value the name of its type.
+// Returns a number, None or a string (in quotes) as text, and the type's name for other values.
 std::string shown_alone(const c10::IValue& value) {
   if (value.isString()) return "'" + value.toStringRef() + "'";
   return value.isNone() || is_number(value) ? c10::str(value) : value.tagKind();

@@ -15,7 +15,8 @@ using Dict = c10::impl::GenericDict;
 Dict new_dict();
 c10::impl::GenericList new_list();
 
-// Return a state dict as a Dict, and its entry `name`. Throw if it is no dict or lacks the entry.
+// dict_of returns a state dict as a Dict, and throws if it is no dict. entry_of returns its entry
+// `name`, and throws if there is none.
 Dict dict_of(const std::string& operation, const c10::IValue& state_dict);
 c10::IValue entry_of(const std::string& operation, const Dict& state_dict, const std::string& name);
 
@@ -32,7 +33,7 @@ std::string shown(const c10::IValue& value);
 // Returns the first thirty keys of a dict as errors print them.
 std::string shown_keys(const Dict& dict);
 
-// Whether a value is a number or a bool, and its value as a double (1 for true).
+// is_number is true for a number or a bool; number_in returns either as a double (1 for true).
 bool is_number(const c10::IValue& value);
 double number_in(const c10::IValue& value);
 

@@ -16,7 +16,7 @@ namespace amp_ext::optim {
 struct WeightAverage::Impl {
   FusedOptimizer& optimizer;
   WeightAverages averages;
-  std::vector<at::Tensor> params;  // references that keep the addresses of the parameters unique
+  std::vector<at::Tensor> params;  // held so that no other tensor can get their addresses
 
   at::Tensor counters() const {
     const at::Tensor counters = averages.counters();
@@ -40,7 +40,7 @@ struct WeightAverage::Impl {
     return now;
   }
 
-  // Lets the optimizer apply `averaging`, and updates `params` if the parameters have changed.
+  // Runs `averaging` on the optimizer's weights, and updates `params` if the parameters changed.
   void ask(Averaging averaging) {
     const int64_t before = averages.listings();
     optimizer.average(averaging, averages);
