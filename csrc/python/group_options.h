@@ -41,9 +41,9 @@ struct BoundDescription {
 // callers then check the group by check_options, whose errors name the option.
 class DictOptions final : public optim::GroupOptions {
  public:
-  // `shown` and `where` are for checks: `shown` converts a value to text, and `where` begins the
-  // errors, with "%s" for the option: "Adam: %s of group 0". check_as_torch needs no `where`, and
-  // also reads a learning rate that is a tensor. `group` must outlive this object.
+  // Only checks need `shown`, which converts a value to text, and `where`, which begins errors with
+  // "%s" for the option: "Adam: %s of group 0". With `shown` alone, for check_as_torch, a learning
+  // rate that is a tensor is read. `group` must outlive this object.
   DictOptions(const BoundDescription& named, const py::dict& group, py::object shown = {},
               std::string where = {})
       : GroupOptions(named.description),

@@ -87,8 +87,8 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
-// Defines the description of an optimizer and its operation over lists, which takes keyword
-// arguments only.
+// Defines the description of an optimizer, and its operation over lists (adam_, for example), which
+// takes keyword arguments only.
 template <typename Hyperparameters>
 void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
   const auto described =

@@ -40,11 +40,11 @@ struct LossScaleOfPython : LossScale {
       : name_of_param(std::move(its_name_of_param)) {}
 
   py::function name_of_param;  // name_of_param(optimizer or None, index) returns a str
-  // The dict of each optimizer that was scanned since the last update, by slot.
+  // The dict in `_per_optimizer_states` of each optimizer scanned since the last update, by slot.
   std::unordered_map<int64_t, py::dict> states;
 
-  // Takes over the first_nonfinite tensors of an optimizer that scanned its gradients itself. They
-  // are in state["scan"].
+  // Stores the first_nonfinite tensors of an optimizer that scanned its gradients itself: those in
+  // state["scan"], if there are any.
   void keep_scan(int64_t slot, const py::dict& state) {
     if (!state.contains("scan")) return;
     std::vector<at::Tensor> first_nonfinites;
@@ -143,8 +143,8 @@ int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
       });
 }
 
-// Returns the slot of the optimizer with this id(), the key in torch's dict. Unknown objects share
-// one slot.
+// Returns the slot of the optimizer with this id(), its key in `_per_optimizer_states`. All unknown
+// objects share one slot.
 int64_t number_behind(LossScaleOfPython& self, py::handle id) {
   const auto known = self.find_optimizer(PyLong_AsVoidPtr(id.ptr()));
   PyErr_Clear();  // PyLong_AsVoidPtr fails if the key is no address
@@ -153,8 +153,8 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
       nullptr, [] { return true; }, [](int64_t) { return std::string(); }, [] { return false; });
 }
 
-// Starts an iteration of an optimizer on behalf of a scaler method. `state` is the optimizer's dict
-// in torch's `_per_optimizer_states`. Returns a found_inf of 0, or nullopt if there is no scale.
+// Starts an iteration of an optimizer for the scaler method `operation`. `state` is the optimizer's
+// dict in torch's `_per_optimizer_states`. Returns a found_inf of 0; nullopt without a scale.
 OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& operation,
                                const py::dict& attributes, const py::dict& state,
                                const py::object& optimizer) {
@@ -182,8 +182,8 @@ OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& opera
 }
 
 // Scans the gradients of an optimizer, and multiplies them by `inv_scale` if it is given. Returns a
-// dict of a flag for each device, or None if our kernels do not support a gradient and torch's code
-// has to do it.
+// dict with a found_inf for each device, or None if our kernels do not support a gradient and
+// torch's code has to do it.
 py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
                       const std::vector<py::object>& given, const at::Tensor& found_inf,
                       const OptionalTensor& inv_scale, bool allow_fp16) {

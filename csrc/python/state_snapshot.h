@@ -21,7 +21,7 @@ inline optim::StateMap state_of(const pybind11::dict& tensors) {
   return state;
 }
 
-// The state tensors that a plan updates. Each step compares them with `optimizer.state`: it walks
+// The state tensors that a Plan updates. Each step compares them with `optimizer.state`: it walks
 // through the dicts in order, which is fast because it needs no lookups and no calls into Python.
 class StateSnapshot {
  public:

@@ -55,7 +55,7 @@ py::object plain_number(py::handle value) {
   return has_one ? py::object(value.attr("item")()) : same;
 }
 
-// Converts an entry of a saved state. Reads the number in a tensor only if it is the step counter.
+// Converts an entry of a saved state. A tensor's number is read only if it is a step count.
 optim::SavedValue saved_value(py::handle value, bool is_step) {
   optim::SavedValue saved;
   saved.type = py::cast<std::string>(py::type::of(value).attr("__name__"));
