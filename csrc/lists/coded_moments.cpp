@@ -18,7 +18,7 @@ namespace amp_ext {
 
 namespace {
 
-// Returns a dense CPU copy; a tensor that is dense keeps its memory order.
+// Returns the tensor on the CPU, dense in memory; one that is dense already keeps its memory order.
 at::Tensor dense_on_cpu(const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();
   return here.is_non_overlapping_and_dense() ? here : here.contiguous();
@@ -63,7 +63,7 @@ bool is_of_roots(const char* operation, const std::string& code) {
   return code == "q8s";
 }
 
-// Converts a moment as a step does before it quantizes: second moments to their roots.
+// Returns what a step quantizes for a moment: the root of a second moment, any other as it is.
 template <typename Code>
 float as_stored(float moment) {
   return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;

@@ -45,7 +45,7 @@ struct DenseReads {
   }
 };
 
-// Returns the memory of an optional first_nonfinite, or null.
+// Returns the address of the element of an optional first_nonfinite, or null.
 int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
                      const at::Device& device) {
   if (!number.has_value()) return nullptr;
@@ -64,8 +64,8 @@ void check_multiplied(const char* operation, const TensorList& grads, const at::
                    [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
 }
 
-// Multiplies checked gradients in place, through dense copies of those with gaps. If a launch
-// fails, the gradients of earlier launches stay multiplied, and the error says how many.
+// Multiplies gradients, already checked, in place; those with gaps go through dense copies. If a
+// launch fails, the gradients of earlier launches stay multiplied, and the error says how many.
 void multiply(const char* operation, const TensorList& grads, const at::Device& device,
               const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const at::NoGradGuard no_grad;
@@ -106,7 +106,7 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   write_back();
 }
 
-// Clips checked float64 gradients in the precision of a float64 norm, as torch does.
+// Clips float64 gradients, already checked, by a float64 norm in float64, as torch does.
 void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
   if (grads.empty()) return;
   const at::NoGradGuard no_grad;

@@ -1,4 +1,4 @@
-// Splits float32 masters into parameter and residual, and joins them, on the CPU.
+// Splits float32 master weights into parameter and residual and joins the two again, on the CPU.
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -15,7 +15,7 @@ namespace amp_ext {
 
 namespace {
 
-// Joins and splits one element. Splitting returns only the residual: the parameter keeps its bits.
+// Joins and splits one element. A split only computes the residual; the parameter keeps its bits.
 template <typename Storage, int kBits>
 struct Element {
   using Residual = typename Split<Storage, kBits>::Residual;
@@ -29,9 +29,9 @@ struct Element {
     }
   }
 
-  // Returns the residual with which the parameter comes nearest to `master`, if `master` rounds to
-  // it; a tie counts for both neighbours. Otherwise returns 0, so that the master equals the
-  // parameter.
+  // If `master` rounds to the parameter, returns the residual that brings the two joined nearest to
+  // `master`. A master halfway between two parameters counts as rounding to both. Otherwise returns
+  // 0, so that parameter and residual join to the parameter.
   static Residual residual_for(Storage param, float master) {
     if constexpr (kIsDifference) {
       const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);

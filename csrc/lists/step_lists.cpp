@@ -1,4 +1,4 @@
-// One optimizer step over lists of tensors, with a plan that lives for this step only.
+// One optimizer step over lists of tensors, with a Plan that is created for this step alone.
 #include <amp_ext/ops.h>
 
 #include <string>
@@ -13,7 +13,7 @@ namespace amp_ext {
 
 namespace {
 
-// Serves the states of a step from the lists that the caller passed.
+// A StateStore that takes the states of a step from the lists that the caller passed.
 class StatesInLists : public StateStore {
  public:
   StatesInLists(const StepLists& lists, const std::vector<const TensorList*>& buffers)
