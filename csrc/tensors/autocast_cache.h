@@ -3,7 +3,7 @@
 
 namespace amp_ext {
 
-// Clears the cache of the process: its weights are out of date after parameters were written.
+// Clears the process's cache, because its casts are out of date after parameters were written.
 void clear_autocast_cache();
 
 }  // namespace amp_ext

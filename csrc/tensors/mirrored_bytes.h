@@ -48,8 +48,8 @@ inline void wait_before_end(const at::Device& device) noexcept {
   }
 }
 
-// Magnitudes and signs of entries [first, end) of a ring buffer. A sign marks skipped or clipped
-// steps.
+// Entries [first, end) of a ring buffer as magnitudes and signs. A negative entry belongs to a step
+// that was skipped or clipped.
 struct SignedHistory {
   std::vector<double> numbers;
   std::vector<bool> have_sign;

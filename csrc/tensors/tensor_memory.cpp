@@ -11,7 +11,7 @@ namespace amp_ext {
 
 namespace {
 
-// Memory of a tensor that is not empty: contiguous runs of `run` bytes each. One run starts at
+// Memory of a tensor that is not empty, as contiguous runs of `run` bytes each. One run starts at
 // `begin`, the others at `begin` plus multiples of the strides in `steps`.
 struct Placed {
   struct Step {
@@ -32,9 +32,8 @@ struct Placed {
                            [](int64_t count, const Step& step) { return count * step.size; });
   }
 
-  // True if certainly no two runs share a byte: each stride is at least what the smaller strides
-  // span. If false, the runs must be compared: sizes {2, 2} with strides {2, 3} share nothing, for
-  // example.
+  // True if each stride is at least the span of all smaller ones, because then no two runs share a
+  // byte. If false, runs must be compared: for sizes {2, 2} and strides {2, 3}, none is shared.
   bool is_surely_apart() const {
     int64_t span = run;
     for (const Step& step : steps) {
@@ -90,8 +89,8 @@ struct Stretch {
   size_t owner;
 };
 
-// Returns the owners, larger index first, of two stretches with a common byte that one of them
-// writes.
+// Finds two stretches that share a byte, at least one of them written, and returns their owners,
+// the larger index first.
 std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stretches,
                                                      const std::vector<Placed>& cluster) {
   std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
@@ -113,8 +112,8 @@ std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stret
   return std::nullopt;
 }
 
-// True if certainly no two tensors of a cluster share a byte. All offsets are taken modulo the
-// common divisor of all strides: there, columns of one matrix are disjoint intervals.
+// True if a quick test proves that no two tensors of a cluster share a byte. Modulo the common
+// divisor of all strides, for example, the columns of one matrix are disjoint intervals.
 bool are_surely_apart(const std::vector<Placed>& cluster) {
   int64_t modulus = 0;
   for (const Placed& placed : cluster) {
@@ -152,8 +151,8 @@ void add_runs(std::vector<Stretch>& stretches, const Placed& placed, size_t owne
   }
 }
 
-// Checks tensors whose ranges overlap. Time and memory grow with the number of runs, not with the
-// gaps between them.
+// Checks tensors whose address ranges overlap. Time and memory grow with the number of runs, not
+// with the gaps between them.
 void check_cluster(const Context& context, const std::vector<Placed>& cluster) {
   const bool any_written = std::any_of(cluster.begin(), cluster.end(),
                                        [](const Placed& placed) { return placed.use->written; });

@@ -19,10 +19,10 @@
 
 namespace amp_ext {
 
-// Elements for which a further CPU thread pays off: the grain size of parallel_for.
+// Number of elements that make another CPU thread pay off: the grain size of parallel_for.
 inline constexpr int64_t kGrain = 32768;
 
-// Returns null for a dtype that no kernel supports.
+// Returns nullopt for a dtype that no kernel supports.
 std::optional<DType> dtype_of(at::ScalarType dtype);
 std::optional<DType> dtype_of(const at::Tensor& tensor);
 
@@ -60,7 +60,7 @@ inline bool is_lazily_cloned(const at::Tensor& tensor) {
   return storage != nullptr && storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
-// Throws unless a tensor is one element of a dtype on a device, which a kernel can use in place.
+// Throws unless a tensor is one element of this dtype on this device, so that kernels can use it.
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,
                   at::ScalarType dtype, const at::Device& device);
 
@@ -68,15 +68,17 @@ void check_number(const std::string& operation, const std::string& name, const a
 void check_length(const std::string& operation, const std::string& name,
                   const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
 
-// Returns the kernel arguments of a gradient, for operations that need no parameter. The elements
-// are dense at `data`; reports refer to the gradient by `number`.
+// Returns the kernel arguments of a gradient, for operations that need no parameter. `data` points
+// to its elements, dense in memory; reports such as first_nonfinite identify the gradient by
+// `number`.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
-// True if both tensors are dense in the same element order: one loop over memory pairs them up.
+// True if both tensors are dense in the same order, so that one index addresses both.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
-// Residuals of split masters. A 16-bit one is uint8 with a last dimension of two bytes, which
-// collectives support; residual_elements returns the int16 view that kernels take.
+// Functions for residuals of split master weights. A 16-bit residual is stored as pairs of uint8,
+// because collectives do not support int16; residual_elements returns the int16 view that kernels
+// take.
 void check_is_residual(const std::string& operation, const std::string& name,
                        const at::Tensor& residual, const at::Tensor& param);
 at::Tensor residual_elements(const at::Tensor& residual);
@@ -89,7 +91,7 @@ inline int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Tells autograd that a tensor was written, so that a backward pass refuses its older saved copies.
+// Tells autograd that a tensor was written, so that a backward pass that saved it earlier throws.
 inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
@@ -116,7 +118,7 @@ struct SeenTensor {
 // neither write nor return anything.
 template <typename T>
 AMP_EXT_INLINE void prefetch(const T* object) {
-  constexpr size_t kLine = 64;  // bytes in a cache line; it may be longer
+  constexpr size_t kLine = 64;  // bytes in a cache line, on most CPUs
   const char* const bytes = reinterpret_cast<const char*>(object);
   for (size_t offset = 0; offset < sizeof(T); offset += kLine) __builtin_prefetch(bytes + offset);
   __builtin_prefetch(bytes + sizeof(T) - 1);
@@ -126,7 +128,7 @@ AMP_EXT_INLINE void prefetch(const T* object) {
 // can't be written outside inference mode, nor saved for backward. Don't write tensors of the
 // caller here.
 struct OutsideInferenceMode {
-  const c10::InferenceMode off{false};  // switches autograd on
+  const c10::InferenceMode off{false};  // also switches autograd on
   const at::NoGradGuard no_grad;
 };
 
@@ -165,7 +167,7 @@ struct Fingerprint {
   }
 };
 
-// A tensor to check for overlaps: number `index` of list number `list`.
+// A tensor to check for overlaps: the one at `index` in the list with number `list`.
 struct MemoryUse {
   const at::Tensor* tensor;
   bool written;
@@ -174,7 +176,7 @@ struct MemoryUse {
 };
 
 // Throws if a written tensor shares an element with another tensor or with itself. Interleaved
-// views that share none are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
+// views that share no element are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
 void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>& uses,
                       const std::function<std::string(const MemoryUse&)>& name);
 

@@ -1,4 +1,4 @@
-// Copies of scalars to the device where they are read.
+// Copies scalars to the device where they are read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
