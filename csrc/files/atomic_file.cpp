@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 constexpr char kEnd[] = ".tmp";
 constexpr size_t kDigits = 16;
-constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // a dot, the digits, the end
+constexpr size_t kAdded = 1 + kDigits + sizeof kEnd - 1;  // length of a dot, the digits and kEnd
 constexpr size_t kLongestName = 255;                      // bytes in a file name
 
 const char* file_type_name(mode_t mode) {
@@ -29,9 +29,9 @@ const char* file_type_name(mode_t mode) {
   return S_ISSOCK(mode) ? "a socket" : "a device";
 }
 
-// Returns the path to which symbolic links at `path` lead. No file needs to be there.
+// Returns the path to which symbolic links at `path` lead, even if no file is there.
 fs::path end_of_links(fs::path path) {
-  constexpr int kMost = 40;  // the limit of Linux
+  constexpr int kMost = 40;  // Linux's limit of links in a path
   std::error_code error;
   for (int i = 0; i < kMost && fs::is_symlink(path, error); ++i) {
     path = path.parent_path() / fs::read_symlink(path, error);

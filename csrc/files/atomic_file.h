@@ -8,15 +8,15 @@
 namespace amp_ext {
 
 struct AtomicFile {
-  std::string refusal;  // why the path can't be replaced; empty: it can
-  // errno of another failure, or 0. Without a refusal and an error, the other fields are set.
+  std::string refusal;  // error text if a folder or device is at the path; otherwise empty
+  // errno of a failed system call, or 0. The fields below are set if there is no refusal or errno.
   int error = 0;
-  int descriptor = -1;  // open for writing
+  int descriptor = -1;  // the temporary file, open for writing
   std::string temporary, target;
 };
 
-// Opens a temporary file that the caller renames to `target`: to `path`, or to where its symbolic
-// links lead. It has the mode of the existing file, or else the usual mode of new files.
+// Opens a temporary file that the caller writes and renames to `target`: `path`, or the end of its
+// symbolic links. Its mode is that of the existing target, or the default mode of a new file.
 AMP_EXT_API AtomicFile open_atomic(const std::string& path);
 
 }  // namespace amp_ext
