@@ -100,8 +100,8 @@ class NormStatistics:  # mean and deviation of gradient norms, by which a NormGu
 
 class InspectedStep:  # the result of a trial step, which wrote nothing
     sums: Tensor  # [params, sums] float64, of the local shards; combined over ranks by the caller
-    # Returns whether the step is skipped; and for each parameter with a gradient (group, index) and
-    # the fields of amp_ext.optim.inspection.ParamInspection.
+    # Returns whether the step would be skipped, and for each parameter with a gradient the pair of
+    # (group, index) and the fields of amp_ext.optim.inspection.ParamInspection.
     def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
 
 class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
@@ -127,16 +127,16 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     def set_guard(self, guard: NormStatistics | None) -> None: ...
     tracks_grad_norms: bool
     def wants_norm(self, max_grad_norm: float | None) -> bool: ...
-    # A row is (group, index in the group, parameter, partition or None if it is not sharded, offset
-    # of the local shard's first element in the unsharded parameter).
+    # Each of `rows` is (group, index in the group, parameter, partition or None if it is not
+    # sharded, offset of the local shard's first element in the unsharded parameter).
     def register_params(
         self,
         optimizer: Any,
         operation: str,
         rows: Sequence[tuple[int, int, Tensor, int | None, int]],
     ) -> None: ...
-    # scan(), inspect(), step() and the methods between return None if parameters or options have
-    # changed: the caller registers the parameters and calls again.
+    # scan(), step() and the methods between them return None if parameters or options have changed.
+    # The caller then registers the parameters and calls again.
     def scan(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
     ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | None: ...
@@ -166,8 +166,8 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
 
 class WeightAverages:  # averages of the weights of one optimizer
     averages: list[Tensor]
-    counters: Tensor | None  # [2] int64: steps applied, averages taken
-    listings: int  # number of times that the registered parameters changed
+    counters: Tensor | None  # [2] int64: steps applied, updates of the averages
+    listings: int  # how often the registered parameters changed
     joined: list[int]  # indices of the parameters that were registered after the last step
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype
@@ -204,7 +204,7 @@ class StateSpec:  # which states the parameters of a group have, and in which fo
     def blocks_in(self, saved: dict[str, Any]) -> list[tuple[str, str, list[str]]]: ...
     def loaded_state(self, param: ParamRef, saved: dict[str, Any]) -> dict[str, Tensor]: ...
 
-# All functions, whose signatures are in amp_ext.ops, and the descriptions of the optimizers.
+# Stands for all functions (amp_ext.ops has their signatures) and the optimizers' descriptions.
 def __getattr__(name: str) -> Any: ...
 
 MASTER_KEYS: tuple[str, ...]

@@ -5,7 +5,8 @@
 //   train start.pt --checkpoint run.pt --picture photo.ppm
 //   train start.pt --resume run.pt                     # like photo.py --resume run.pt
 //
-// Each program can resume from a checkpoint of the other. `photo.py --steps N` limits both.
+// Each program can resume from a checkpoint of the other. `photo.py --steps N` limits the steps of
+// both.
 
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
@@ -95,7 +96,7 @@ Tensor fourier_features(const Tensor& coordinates, const Tensor& frequency) {
 struct Training {
   const c10::IValue about;  // settings of the run, which a resumed run must share
   c10::IValue random;       // states of Python's random generators, unused here and saved unchanged
-  const int64_t divisor;    // divides the loss, as gradient accumulation over so many tiles does
+  const int64_t divisor;    // number of tiles; divides their losses, as gradients add up
   const torch::Device device;
   const Tensor photo;     // [height, width, 3], 0 to 1
   const Tensor order;     // [tiles, pixels]: indices of the pixels of each tile
@@ -105,7 +106,7 @@ struct Training {
   amp_ext::optim::AdamW optimizer;
   amp_ext::GradScaler scaler;
   std::vector<double> losses;    // mean squared error of each step
-  std::vector<double> scales;    // loss scale of each step, and of the next step
+  std::vector<double> scales;    // loss scale of each step, and last that of the next step
   std::vector<int64_t> skipped;  // indices of the steps that were skipped after an overflow
   double seconds = 0.0;          // time of all steps but the first
 
@@ -190,7 +191,7 @@ struct Training {
     const c10::IValue content = amp_ext::load_state(path);
     const c10::IValue extra = entry(content, "extra"), saved = entry(extra, "about");
     TORCH_CHECK(saved == about, "the run must be that of ", path, ", ", saved, ", got ", about);
-    load_weights(*model, entry(content, "model"));  // first, since masters may be taken from them
+    load_weights(*model, entry(content, "model"));  // first, as new masters are copied from them
     optimizer.load_state_dict(entry(entry(content, "trainer"), "optimizer"));
     scaler.load_state_dict(entry(entry(content, "trainer"), "scaler"));
     random = entry(content, "random");
