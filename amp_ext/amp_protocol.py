@@ -44,11 +44,12 @@ class GradScan:
             gradient there is inf or NaN.
         first_nonfinites: Maps each of these devices to one int64, the index of the first parameter
             whose gradient has an inf or NaN. ``GradScaler.update`` reads and resets it.
-        sum_of_squares: One float64, the sum of the squares of the still scaled gradients, over the
-            ranks of the shards or of the guard's process group. None without either, or if no norm
-            is needed.
-        squares_of_params: float64 of shape ``[parameters]``, the same sum for each gradient, NaN
-            without a gradient. None if nothing is sharded, or the norm of each is not needed.
+        sum_of_squares: One float64, the sum of the squares of all gradients, which still carry the
+            loss scale. It covers all ranks that hold shards or are in the process group of the norm
+            guard. None if there are neither shards nor such a group, or no norm is needed.
+        squares_of_params: float64 of shape ``[parameters]``, the sum of squares of each gradient,
+            NaN for a parameter without one. None if no parameter is sharded, or if the norms of
+            single gradients are not needed.
     """
 
     found_infs: Mapping[torch.device, Tensor]
@@ -68,7 +69,7 @@ class AmpStepContext:
         scan: The scan for this step, or None if ``unscale_`` was called before. The optimizer
             replaces it if it had to scan again.
         is_used: True once the optimizer has stepped with this context. The step sets it right
-            before it first writes, and resets it if nothing was written after all.
+            before its first write, and resets it if nothing was written after all.
     """
 
     grad_scale: Tensor | None
@@ -80,21 +81,21 @@ class AmpStepContext:
 class SupportsFusedUnscale(Protocol):
     """An optimizer that unscales gradients inside its own step.
 
-    A scaler also finds it behind a wrapper that delegates attributes to it: a method looked up on
-    the wrapper is bound to the optimizer itself.
+    A scaler also finds the optimizer behind a wrapper that delegates attributes to it, because a
+    method that is looked up on the wrapper is bound to the optimizer.
     """
 
     def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
         """Scans all gradients for inf and NaN without writing them.
 
         Args:
-            found_inf: One float32, the initial value of the flags; copied, not written.
+            found_inf: One float32, the initial value of each device's flag; copied, not written.
             grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite
                 counts as an overflow.
         """
 
     def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
-        """Sets the context of the next step and discards an earlier one; None ends the step."""
+        """Sets the context of the next step in place of an earlier one; None ends the step."""
 
 
 def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
@@ -131,12 +132,12 @@ def takes_scale(optimizer: Any) -> bool:
     """Returns True if the gradients may stay scaled when the scaler steps an object.
 
     A wrapper may copy or delegate ``_step_supports_amp_scaling`` from the optimizers that it steps
-    without passing the scale on to them. Therefore its gradients are unscaled before the step,
-    which is always correct. The exception is a wrapper that delegates everything to one optimizer:
-    the scaler finds that optimizer and passes the scale to it directly.
+    without passing the scale on to them. The scaler therefore unscales the gradients of a wrapper
+    before the step, which is always correct. The exception is a wrapper that delegates everything
+    to one optimizer: the scaler finds that optimizer and passes the scale to it directly.
 
     Raises:
-        TypeError: If the object hides the optimizer whose attribute it shows.
+        TypeError: If the object shows this attribute but hides the optimizer that it comes from.
     """
     if not getattr(optimizer, _SUPPORTS, False):
         return False
@@ -161,7 +162,7 @@ def _owner_of_hooks(optimizer: Any) -> Any:
 def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Returns the other optimizers in an object's attributes, and in lists and dicts there."""
     if type(optimizer).__module__.startswith("torch.optim."):
-        return []  # searching all of its attributes takes longer than its step
+        return []  # torch's optimizers wrap no others, and a search takes longer than a step
     found = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
         if name in ("state", "param_groups"):  # both are long and hold no optimizers
@@ -175,7 +176,7 @@ def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _has_params_of(optimizer: Any, other: Any) -> bool:
-    """Returns True if an object has exactly the parameters of an optimizer, or no groups at all."""
+    """Returns True if an object has exactly the parameters of an optimizer, or no param_groups."""
     if optimizer is other:
         return True
     groups, others = getattr(optimizer, "param_groups", None), other.param_groups
@@ -231,7 +232,8 @@ class GradScaleAttributes:
         for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
                 value = getattr(amp_context, name)
-                # Registers the value before it sets it, because an interrupt may come between.
+                # Appends first, so that take_back() finds the attribute even if an interrupt comes
+                # right after setattr().
                 self._values.append((holder, name, value))
                 setattr(holder, name, value)
 
@@ -239,6 +241,6 @@ class GradScaleAttributes:
         """Deletes the attributes that were set, unless someone has replaced their values since."""
         for holder, name, value in self._values:
             if getattr(holder, name, None) is value:
-                with contextlib.suppress(AttributeError):  # a wrapper may share them
+                with contextlib.suppress(AttributeError):  # if wrapper and optimizer share it
                     delattr(holder, name)
         self._values.clear()

@@ -2,7 +2,7 @@
 
 ``_C`` holds the bindings and links ``lib/libamp_ext.so``, which holds everything else. The symbols
 of that library carry a version made from its build, so that the loader rejects a library and a
-``_C`` of different builds.
+``_C`` that come from different builds.
 """
 
 from __future__ import annotations

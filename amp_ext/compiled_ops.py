@@ -2,9 +2,9 @@
 
 The decorator ``operation`` derives an operator such as ``torch.ops.amp_ext.adam`` from the
 signature of a function of :mod:`amp_ext.ops`. Inside a compiled region the function calls its
-operator; elsewhere it runs directly, which saves 40 µs. A schema allows no optional lists that are
-written, so each becomes a list and a bool that tells whether it was given. A learning rate becomes
-two arguments as well, a number and a tensor.
+operator; elsewhere it runs directly, which saves 40 µs. The schema of an operator can't declare
+that it writes an optional list, so such an argument becomes two: a list, and a bool that is true if
+the list was given. A learning rate also becomes two arguments, a number and a tensor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OPERATORS: dict[str, Any] = {}
 _LIST = "Sequence[Tensor] | None"
 _NUMBER_OR_TENSOR = "float | Tensor"
 
-# Maps the annotation of a function's argument to the operator's arguments: each key is a suffix of
-# the argument's name, each value a type.
+# Maps the annotation of a function's argument to the operator's arguments that stand for it. Each
+# of these is a suffix, which is appended to the name of the function's argument, and a type.
 _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},
@@ -68,12 +68,12 @@ def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any
 def operation(
     *, writes: Collection[str], without: Collection[str] = ()
 ) -> Callable[[Function], Function]:
-    """Registers a function of lists of tensors as an operator, which it calls inside a graph.
+    """Returns a decorator that registers a function as an operator, for use in compiled graphs.
 
     Args:
         writes: Names of the arguments that the function writes.
-        without: Names of the arguments that the operator lacks. A call that passes one is not
-            compiled into the operator.
+        without: Names of the arguments that the operator lacks. A call that passes one of them runs
+            the function itself.
 
     Raises:
         KeyError: If an argument has a type that operators don't support.
@@ -87,7 +87,7 @@ def operation(
         by_name = named_arguments(function)
 
         def refusal(count: int, names: tuple[str, ...]) -> str:
-            """Returns Python's error for so many positional arguments and these names, or ""."""
+            """Returns Python's error for ``count`` positional and the named arguments, or ""."""
             try:
                 by_name(*range(count), **dict.fromkeys(names))
             except TypeError as error:
@@ -110,10 +110,11 @@ def operation(
                     return getattr(torch.ops.amp_ext, name)(*flat)
             return function(*args, **kwargs)
 
-        def kernel(*values: Any) -> Any:  # torch omits trailing defaults
+        def kernel(*values: Any) -> Any:  # torch omits trailing arguments that have default values
             return function(**_deep(types, iter(values)))
 
-        # Only arguments after the last tensor have defaults, so that more can be appended later.
+        # Only arguments after the last tensor have defaults, so that a later release can append
+        # arguments.
         last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(
@@ -148,7 +149,7 @@ def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> li
 
 
 def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
-    """Returns the arguments of the function for the values that its operator received."""
+    """Returns the arguments of the function, restored from the values that its operator got."""
     arguments = {}
     for (argument, type_), value in zip(types.items(), values, strict=False):
         if type_ == _NUMBER_OR_TENSOR:

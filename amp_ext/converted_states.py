@@ -19,11 +19,11 @@ __all__ = [
 def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     """Returns the residual that completes a 16-bit parameter to its float32 master.
 
-    Parameter and residual together give the master. A residual of 16 bits is exact, except for
-    float16 masters below 2^-16, which are within 2^-40. A residual of 8 bits gives the master with
-    a relative error of at most 2^-15. Where the master does not round to the parameter, the
-    parameter has been changed since, and parameter and residual together give the parameter's own
-    value. Tensors on a GPU are copied to the CPU and back.
+    Parameter and residual together give the master. With a residual of 16 bits the master is exact,
+    except below 2^-16 for a float16 parameter, where it is within 2^-40. With a residual of 8 bits
+    it has a relative error of at most 2^-15. A master element that does not round to its parameter
+    is out of date, because the parameter was changed later; its residual is chosen so that both
+    together give the parameter's value. Tensors on a GPU are copied to the CPU and back.
 
     Args:
         param: float16 or bfloat16, of any shape.
@@ -33,7 +33,7 @@ def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     Returns:
         The residual, with the device and the memory layout of the parameter. For 16 bits it is
         uint8 of the parameter's shape with an additional last dimension of 2, for 8 bits int8 of
-        its shape.
+        the parameter's shape.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -60,10 +60,10 @@ def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
 def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     """Quantizes first moments to 8 bits, as ratios to the square roots of the second moments.
 
-    Each ratio is measured in units of the largest power of two that does not exceed its root, and
-    rounded to nearest. Bit 7 of a code is the sign. The other bits are an index, from 0 for a ratio
-    of 0 to 126 for 15.27 and more; index 127 stands for inf and NaN. Tensors on a GPU are copied to
-    the CPU and back.
+    Each moment is divided by the largest power of two that does not exceed the root, and this ratio
+    is rounded to nearest. Bit 7 of a code is the sign. The other bits are an index, from 0 for a
+    ratio of 0 to 126 for a ratio of 15.27 or more; index 127 stands for inf and NaN. Tensors on a
+    GPU are copied to the CPU and back.
 
     Args:
         moment: float32, of any shape.
@@ -98,11 +98,11 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     """Quantizes moments to 8 bits, with one shared exponent for each block of 32 elements.
 
     A second moment ("q8s") is stored as its square root, and a positive one never becomes 0; a
-    momentum ("q8m") is stored as sign and magnitude. Both are rounded to nearest, in units of a
-    power of two above the largest element of the block. A root is stored with 6 bits of mantissa,
-    after 1/16 of the unit was added. A magnitude is stored linearly below 1/8 of the unit, and in
-    octaves above. A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to
-    the CPU and back.
+    momentum ("q8m") is stored as sign and magnitude. The unit of a block is a power of two above
+    its largest element. To a root, 1/16 of the unit is added, and the sum is rounded to a mantissa
+    of 6 bits. The codes of magnitudes are evenly spaced below 1/8 of the unit, and in octaves
+    above. A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to the CPU
+    and back.
 
     Args:
         moment: float32. The first dimension must be outermost in memory, and the product of the

@@ -12,10 +12,10 @@ __all__ = ["outside_inference_mode"]
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Creates normal tensors inside, without autograd; a context manager or decorator.
+    """A context manager or decorator that leaves inference mode, and switches autograd off.
 
     Tensors created in inference mode can't be written after it, nor saved for a backward pass.
-    Write no tensors of the caller here: if they are inference tensors, this raises.
+    Don't write tensors of the caller inside, because writing an inference tensor raises an error.
     """
     with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) switches autograd on
         yield

@@ -1,4 +1,4 @@
-"""Loads distributed checkpoints whose groups lack options that torch's optimizers do not have."""
+"""Loads distributed checkpoints that lack the options that only amp_ext's optimizers have."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class LoadPlanner(DefaultLoadPlanner):
     """Lets ``torch.distributed.checkpoint.load`` read files that lack options of amp_ext.
 
     Such files come from torch's optimizers, or from a release of amp_ext before an option was
-    added. ``load`` asks for every key of the dict that it fills. With this planner, options that
-    torch's optimizers do not have may be missing, and keep the value that the optimizer was
-    constructed with. Everything else is as with ``DefaultLoadPlanner``: a missing moment, step
-    counter or master is an error. (``allow_partial_load=True`` would silently leave these
-    unchanged.)
+    added. By default ``load`` raises an error if the file lacks a key of the dict that it fills.
+    With this planner, options that torch's optimizers do not have may be missing; they keep the
+    values that the optimizer was constructed with. A missing moment, step counter or master is
+    still an error. (``allow_partial_load=True`` would silently leave these unchanged.)
 
     Example:
         >>> state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -37,12 +36,12 @@ class LoadPlanner(DefaultLoadPlanner):
         asked = {key: wanted[key] for key in wanted if key in saved or not self._may_miss(key)}
         self.state_dict = asked
         plan = super().create_local_plan()
-        if self.state_dict is asked:  # false for layouts of earlier torch releases
+        if self.state_dict is asked:  # for files of earlier torch releases, the parent replaces it
             self.state_dict = wanted
         return plan
 
     def _may_miss(self, key: str) -> bool:
-        """Returns True for an option of a group that torch's optimizer does not have."""
+        """Returns True if a key names a group option that torch's optimizer does not have."""
         match = _OPTION.fullmatch(key)
         if match is None:
             return False

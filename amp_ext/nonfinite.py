@@ -180,7 +180,7 @@ def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
 
 
 def names_of_params(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the names of an optimizer's parameters, or positions, in the order of the groups."""
+    """Returns the name of each parameter, or its position, in the order of the groups."""
     return [name for name, _ in _named_tensors(optimizer, params=True)]
 
 

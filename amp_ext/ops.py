@@ -34,8 +34,8 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
   ``max_grad_norm``.
 * ``max_grad_norm``: Largest norm of all unscaled gradients together.
 * ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients as given.
-  Without it, ``max_grad_norm`` costs a scan of all gradients. Omit it with ``skip_nonfinite``, so
-  that this scan sums the finite elements only.
+  Without it, ``max_grad_norm`` costs a scan of all gradients. If ``skip_nonfinite`` is set, pass
+  None, because only the step's own scan leaves out elements that are inf or NaN.
 * ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is
   given.
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
@@ -44,8 +44,9 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 * ``dither``: Rounds up and down in turn where rounding to nearest would lose small changes: a value
   30 % of the way between two storable ones is rounded up in 30 % of the steps. Applies to values
   stored in 16 or 8 bits: parameters without a master or with an 8-bit residual, second moments,
-  small and large ratios of first moments to them, momenta in 8 bits, and first moments whose decay
-  is 0.99 or more. Requires ``steps`` or ``timestep``, as rounding depends on the step's number.
+  momenta in 8 bits, first moments whose decay is 0.99 or more, and first moments that are stored as
+  a ratio to the root of the second moment, if that ratio is small or large. Requires ``steps`` or
+  ``timestep``, because the rounding depends on the number of the step.
 * ``global_offsets``: For parameters that are shards, the index of each shard's first element in the
   full tensor, so that a shard is dithered as it would be in the full tensor. None if all parameters
   are full tensors.
@@ -55,10 +56,10 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 Buffers, such as moments, have the parameters' shapes and are updated in place. They are float32,
 bfloat16 or of the parameter's dtype, and float64 for float64 parameters.
 
-Moments may also be quantized to 8 bits, if the gradients have the parameter's dtype and no maximum
-of second moments is kept (AMSGrad). First moments are int8 (:func:`quantize_ratios`), with second
-moments in bfloat16 or uint8. First moments without a second one, as in SGD and Lion, are uint8.
-uint8 moments are those of :func:`quantize_blockwise`, in the memory order of the parameter.
+Moments may also be quantized to 8 bits, if the gradients have the parameter's dtype and the step is
+not one of AMSGrad. First moments are then int8 codes from :func:`quantize_ratios`, with second
+moments in bfloat16 or uint8. In SGD and Lion, which have no second moments, first moments are
+uint8. All uint8 moments are codes from :func:`quantize_blockwise`, in the parameter's memory order.
 """
 
 from __future__ import annotations
@@ -132,9 +133,10 @@ def __getattr__(name: str) -> Any:
 
 
 def step_operation(function: Function) -> Function:
-    """Turns a signature, the only list of its arguments, into the step of an optimizer.
+    """Turns a function into a step of an optimizer, with the function's signature as arguments.
 
-    The function body only makes checks that the compiled operation of the same name does not make.
+    The step first runs the function's body, which contains only checks, and then calls the compiled
+    operation of the same name.
     """
     parameters = inspect.signature(function).parameters.values()
     lists = [p.name for p in parameters if p.annotation.startswith("Sequence[Tensor]")]
@@ -188,7 +190,7 @@ def check_finite_(
             1e-39) counts as an overflow, because its gradients can't be unscaled.
         sum_of_squares: One float64, or None. Set to the sum over all elements.
         first_nonfinite: One int64, or None. Set to the index of the first tensor that holds inf or
-            NaN, if that is less than its value.
+            NaN, unless it already holds a lower index.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -223,7 +225,7 @@ def _(tensors: Sequence[Tensor]) -> Tensor:
 
 @operation(writes=("grads",))
 def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float) -> None:
-    """Scales gradients down to a given norm; their present norm is an argument.
+    """Scales gradients down to a largest norm; the caller passes their present norm.
 
     Args:
         grads: Gradients of any shapes and dtypes. Multiplied in place by
@@ -257,8 +259,8 @@ def unscale_(
         inv_scale: One float32, 1 / loss scale. If it is not finite, that counts as an overflow.
         found_inf: One float32. Set to 1 if a gradient is inf or NaN before the multiplication,
             otherwise unchanged.
-        first_nonfinite: One int64, or None. Set to the index of the first such gradient, if that is
-            less than its value.
+        first_nonfinite: One int64, or None. Set to the index of the first such gradient, unless it
+            already holds a lower index.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.

@@ -1,4 +1,4 @@
-"""Makes unchanged code that constructs torch's scaler, or its optimizers, get those of amp_ext."""
+"""Makes unchanged code get amp_ext's scaler and optimizers where it constructs torch's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from amp_ext.grad_scaler import GradScaler as FusedScaler
 
 
 class GradScaler(torch.cuda.amp.GradScaler, FusedScaler):
-    """Our scaler with torch's old constructor and its class name, a key in some checkpoints."""
+    """Our scaler with the constructor of ``torch.cuda.amp.GradScaler``.
+
+    It also has the name of that class, because some checkpoints use the name as a key.
+    """
 
 
 class _PlainOptimizer(torch.optim.Optimizer):
-    """Placed before torch's class in the MRO, so that our class calls ``torch.optim.Optimizer``."""
+    """Precedes torch's class in the MRO, so that ours calls ``torch.optim.Optimizer`` directly."""
 
     __init__ = torch.optim.Optimizer.__init__
     __setstate__ = torch.optim.Optimizer.__setstate__
@@ -38,8 +41,8 @@ class SGD(optim.SGD, _PlainOptimizer, torch.optim.SGD):
 _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradScaler}
 _OPTIMIZERS = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
 
-# Maps each patched class to its earlier __init__ methods: torch's, then one for each further patch.
-# The latter are interchangeable, so patches may end in any order.
+# Maps each patched class to the __init__ methods that its patches have replaced: torch's own, then
+# those of earlier patches. The latter are interchangeable, so patches may end in any order.
 _constructors: dict[Any, list[Any]] = defaultdict(list)
 
 
@@ -70,7 +73,7 @@ class TorchPatch:
 
 
 def _patch(torch_class: Any, our_class: Any) -> None:
-    """Replaces the constructor of torch's class by one that makes the new object one of ours."""
+    """Replaces the constructor of a class of torch by one that gives new objects our class."""
     construct = torch_class.__init__
 
     @functools.wraps(construct)
@@ -85,7 +88,7 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 
 
 def patch_torch(*, optimizers: bool = False) -> TorchPatch:
-    """Makes code that constructs torch's scaler, or its optimizers, get those of amp_ext.
+    """Makes code get amp_ext's scaler and optimizers where it constructs torch's.
 
     The patch takes effect at once, until ``undo()`` or the end of a ``with`` statement. Several
     patches may end in any order. ``isinstance`` checks still work, because our classes are

@@ -37,17 +37,20 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Returns True if FSDP1 has flattened a parameter into a flat one, or if it is the flat one."""
+    """Returns True for a parameter that FSDP1 has flattened, and for the flat parameter itself."""
     return hasattr(param, "_fsdp_flattened")
 
 
 def is_flat(param: Tensor) -> bool:
-    """Returns True for a flat parameter of FSDP1, as all are without ``use_orig_params=True``."""
+    """Returns True for a flat parameter of FSDP1.
+
+    All parameters of a wrapped module are flat, unless ``use_orig_params=True`` is set.
+    """
     return getattr(param, "_is_flat_param", False)
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """Returns this rank's shard of a DTensor, which shares its memory; other tensors unchanged."""
+    """Returns this rank's shard of a DTensor, without a copy; returns other tensors unchanged."""
     if not is_dtensor(tensor):
         return tensor
     local = tensor._local_tensor
@@ -56,7 +59,7 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def is_over_rows(param: Any) -> bool:
-    """Returns True if each rank holds consecutive rows of a parameter's dimension 0, or all."""
+    """Returns True if each rank holds consecutive rows (dimension 0) of a parameter, or all."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
@@ -89,7 +92,8 @@ def laid_out_as(
         shape=torch.Size(param.shape if shape is None else shape),
         stride=tuple(param.stride() if strides is None else strides),
     )
-    # Offloaded shards are on the CPU although the mesh has GPUs, to which from_local() moved them.
+    # from_local() moves a shard to the mesh's type of device, but an offloaded shard must stay on
+    # the CPU.
     return laid_out if local_tensor(laid_out).device == local.device else laid_out.to(local.device)
 
 
@@ -146,8 +150,8 @@ class ShardedOver:
 
     Parameters that are sharded over the same groups form a partition. Sums of a partition are
     reduced over exactly these groups, so that replicated elements don't count twice. Partition 0
-    contains the parameters that are not sharded. Groups are reduced in the order in which the
-    parameters name them, which is the same on every rank.
+    contains the parameters that are not sharded. Groups are reduced in the order in which added
+    parameters first use them, which is the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -211,18 +215,18 @@ class ShardedOver:
             findings: Flags of this scan, one number for each device of this rank. May be empty.
             sums: Pairs of a partition and its sum of squares, one float64 each. May be empty on a
                 rank that holds no gradient.
-            sums_squares: True if the result needs ``sums``; the same on all ranks.
+            sums_squares: True if the result needs ``sums``. Must be the same on all ranks.
             squares_of_params: Pairs of a partition and a float64 of shape ``[params]``, the sum of
                 squares of each gradient, NaN where this rank has none. May be empty, too.
-            params: Number of parameters for which the result needs the squares, or 0; the same on
-                all ranks.
+            params: Number of parameters if the result needs ``squares_of_params``, otherwise 0.
+                Must be the same on all ranks.
 
         Returns:
-            A tuple of three. First, for each device of ``findings``, or for that of ``found_inf``
-            if there are none, one float32 that is 1 if any rank has found inf or NaN. Second, one
-            float64, the sum of squares over all partitions. Third, a float64 of shape ``[params]``,
-            the squares of each gradient, NaN if no rank has it; None if ``params`` is 0. The second
-            and third are on the device of the mesh.
+            A tuple of three. First, a dict from each device of ``findings`` (from the device of
+            ``found_inf`` if ``findings`` is empty) to one float32 that is 1 if any rank has found
+            inf or NaN. Second, one float64, the sum of squares over all partitions. Third, a
+            float64 of shape ``[params]``, the sum of squares of each gradient, NaN if no rank has
+            the gradient; None if ``params`` is 0. The second and third are on the mesh's device.
 
         Raises:
             RuntimeError: If a collective fails, for example because a rank has died.
@@ -302,7 +306,8 @@ def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], Sh
         operation: Start of errors.
 
     Returns:
-        The gradients, None where a parameter has none; and the process groups of the other shards.
+        The gradients, None where a parameter has none; and the process groups over which parameters
+        are sharded.
 
     Raises:
         TypeError, ValueError: If a group has no list of parameters, or a DTensor is neither sharded
@@ -370,9 +375,9 @@ def all_reduce_flags(
         group: The process group.
 
     Returns:
-        Two values. First, one float32 on each device of ``flags``, or on that of ``scale`` if there
-        are none, with the largest flag of all ranks, and at least 1 if the scales differ. Second,
-        one bool tensor, True if the scales differ.
+        Two values. First, a dict from each device of ``flags`` (from the device of ``scale`` if
+        ``flags`` is empty) to one float32, the largest flag of all ranks, and at least 1 if the
+        scales of the ranks differ. Second, one bool tensor, True if the scales differ.
 
     Raises:
         RuntimeError: If the collective fails, for example because a rank has died.
@@ -409,7 +414,7 @@ def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
 
 
 def _meeting_point(device: torch.device, group: Any) -> torch.device:
-    """Returns the device for a collective: the given one if the group supports its type."""
+    """Returns the device for a collective: the given one, or one that the group supports."""
     taken = [kind.type for kind in group._device_types]
     return device if device.type in taken or not taken else torch.device(taken[0])
 
