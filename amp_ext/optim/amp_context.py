@@ -1,4 +1,4 @@
-"""The attributes ``grad_scale`` and ``found_inf``, by which scalers reach an optimizer's step."""
+"""The attributes ``grad_scale`` and ``found_inf``, which scalers set for an optimizer's step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
 class GradScaleAttribute:
     """A descriptor for ``grad_scale`` or ``found_inf``, attributes that torch's scaler sets.
 
-    torch's scaler sets both, calls ``optimizer.step`` and deletes both. If that call raises, it
-    does not delete them, so the step of the optimizer does. A value set by other code stays until
-    it is deleted or a step raises. During a step of our scaler both attributes show the values of
-    its :class:`AmpStepContext`.
+    torch's scaler sets both attributes, calls ``optimizer.step`` and deletes them. If the step
+    raises, the scaler does not delete them, so the step itself does. A value set by other code
+    stays until it is deleted or a step raises. During a step of our scaler both attributes show the
+    values of its :class:`AmpStepContext`.
     """
 
     def __init__(self, meaning: str) -> None:
@@ -52,11 +52,11 @@ class GradScaleAttribute:
         vars(optimizer)[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
-        vars(optimizer).pop(self._name, None)  # torch may delete it after a step has
+        vars(optimizer).pop(self._name, None)  # torch may delete it after the step already did
 
 
 def context_from_attributes(optimizer: Any) -> AmpStepContext:
-    """Returns the values of both attributes; None for an attribute that is not set."""
+    """Returns the values of ``grad_scale`` and ``found_inf``, None for one that is not set."""
     context = vars(optimizer).get
     return AmpStepContext(context("grad_scale"), context("found_inf"))
 
@@ -64,8 +64,8 @@ def context_from_attributes(optimizer: Any) -> AmpStepContext:
 def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepContext:
     """Returns the context that a scaler, ours or torch's, would pass to a step taken now.
 
-    ``found_inf`` is None if the scaler has not scanned the gradients yet; they carry the scale
-    then.
+    If the scaler has not scanned the gradients yet, ``found_inf`` is None and the gradients still
+    carry the loss scale.
 
     Args:
         scaler: The scaler; it does not change.
@@ -107,5 +107,5 @@ def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepC
 
 
 def drop_amp_context(optimizer: Any) -> None:
-    """Deletes both attributes, regardless of the code that set them."""
+    """Deletes ``grad_scale`` and ``found_inf``, regardless of the code that set them."""
     del optimizer.grad_scale, optimizer.found_inf

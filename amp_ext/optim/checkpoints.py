@@ -38,7 +38,7 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @outside_inference_mode()
 def _in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state whose 16-bit tensors are float32, which has all their values."""
+    """Returns a state with its 16-bit tensors converted to float32, which loses nothing."""
     return {
         name: value.float()
         if isinstance(value, Tensor) and value.dim() and value.dtype in _SIXTEEN_BIT
@@ -50,11 +50,11 @@ def _in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
 def saved_state_dict(
     optimizer: FusedOptimizer, state_dict_of_torch: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the state dict of an optimizer, whose checks have been made.
+    """Returns the state dict of an optimizer, which the caller has already checked.
 
     Args:
         optimizer: The optimizer to save.
-        state_dict_of_torch: The ``state_dict`` method that torch gave it.
+        state_dict_of_torch: The method ``torch.optim.Optimizer.state_dict`` of this optimizer.
     """
     try:
         state_dict = state_dict_of_torch()
@@ -73,21 +73,21 @@ def saved_state_dict(
 def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
 
-    It loads into torch's optimizer of the same name and into ours with any options; low-precision
-    states are rounded to nearest again. float64 states stay as they are. ``state_dict()`` has the
-    small states themselves, and is what to resume from. The weights in float32 are in
-    ``optimizer.master_params()``.
+    The dict loads into torch's optimizer of the same name, and into ours with any options; if these
+    ask for states of low precision, the load rounds to nearest. float64 states stay float64. To
+    resume a run, save ``state_dict()`` instead, because it keeps the bits of low-precision states.
+    ``optimizer.master_params()`` returns the weights in float32.
 
     Args:
         optimizer: One of :mod:`amp_ext.optim`.
 
     Returns:
-        ``state`` and ``param_groups``, whose ``state_dtype`` is "float32" and whose
-        ``master_weights`` are True where there are masters. All tensors are copies, since torch's
-        ``load_state_dict`` makes none; DTensors stay DTensors.
+        A dict with ``state`` and ``param_groups``. In each group ``state_dtype`` is "float32", and
+        ``master_weights`` is True unless the group has no masters. All tensors are copies, because
+        torch's ``load_state_dict`` may use them without a copy; DTensors stay DTensors.
 
     Raises:
-        TypeError: If it is another optimizer.
+        TypeError: If ``optimizer`` is not one of :mod:`amp_ext.optim`.
 
     Example:
         >>> reference = torch.optim.AdamW(model.parameters())
@@ -120,7 +120,7 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @outside_inference_mode()
 def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds what an optimizer has after a load; writes nothing.
+    """Returns the groups and states that an optimizer has after a load, but stores nothing in it.
 
     Args:
         optimizer: The optimizer that loads.
@@ -155,7 +155,7 @@ def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any
 
     Args:
         optimizer: The optimizer that loads.
-        state_dict: A dict as for :func:`read_state_dict`, with the same errors.
+        state_dict: A dict as for :func:`read_state_dict`, which raises the same errors.
     """
     operation = operation_of(optimizer)
     _check_layout(operation, state_dict)
@@ -164,10 +164,10 @@ def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any
 
 
 def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that all states of an optimizer are of parameters that it lists.
+    """Checks that each state of an optimizer belongs to a parameter in its groups.
 
     Raises:
-        ValueError: If one does not; torch's ``state_dict`` would have no key for it.
+        ValueError: If a state does not, because torch's ``state_dict`` has no key for such a state.
     """
     registered = set(map(id, params_of(optimizer)))
     for param in optimizer.state:
@@ -206,10 +206,10 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives groups without parameters the optimizer's own options if torch has dropped them.
+    """Restores the options of groups without parameters, if torch has dropped them.
 
-    ``set_optimizer_state_dict`` of torch drops the options of such a group unless it is the last
-    one.
+    ``set_optimizer_state_dict`` of torch drops the options of such a group, unless it is the last
+    group. The group then gets the options that it has in the optimizer.
     """
     groups = list(state_dict["param_groups"])
     for index, group in enumerate(own[: len(groups)]):
@@ -221,9 +221,9 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
 def _without_unused_moments(
     optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Removes moments of other optimizers that are all 0, because they were never used.
+    """Removes moments that only other classes of optimizers have, if all of their elements are 0.
 
-    For example, DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
+    Such a moment was never used. For example, DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
     """
     of_others = set(ops.names_of_all_buffers())
     of_others -= {buffer.name for buffer in optimizer.description.buffers}
@@ -256,7 +256,10 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
-    """Gives each state the step that FusedAdam of apex and TransformerEngine keeps in its group."""
+    """Copies a step count in a group into the states of the group's parameters.
+
+    FusedAdam of apex and TransformerEngine counts the steps of a whole group.
+    """
     groups, states = [], dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         kept = dict(group)
@@ -274,7 +277,7 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
 def _in_order_of_names(
     operation: str, groups: Sequence[Options], saved_groups: Sequence[Options]
 ) -> list[Options]:
-    """Returns the groups of a file, with their state keys in the order of the parameters.
+    """Returns the groups of a file, with their state keys in the order of our parameters.
 
     If both sides have the same parameter names, parameters are matched by name, otherwise by
     position. Keys that are names themselves, or keys of parameters flattened by
@@ -314,7 +317,7 @@ def _names_in(group: Options) -> list[str]:
 
 
 def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
-    """Returns the groups of a file over the optimizer's parameters, with all options.
+    """Returns the groups of a file, with the optimizer's parameters and all options filled in.
 
     An option of torch that the file lacks gets the value that torch assumes. An option that torch
     does not have keeps the value that the optimizer was constructed with.
@@ -349,7 +352,7 @@ def _copied_states(
     saved_states: Mapping[Any, Any],
     groups: Sequence[Options],
 ) -> dict[Any, Any]:
-    """Returns the states of a file, checked, and copied to the formats of the optimizer."""
+    """Checks the states of a file, and returns copies in the formats that the groups ask for."""
     operation = operation_of(optimizer)
     states: dict[Any, Any] = {}
     param_keys = set()
@@ -379,7 +382,7 @@ def _has_layout(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _what_is_not_read(state_dict: Mapping[str, Any]) -> str:
-    """Returns a note for errors about masters in an outer dict that no load reads, or ""."""
+    """Returns a note for an error, if a dict has masters that no load reads; otherwise ""."""
     masters = [key for key in state_dict if str(key).startswith("fp32_")]
     if not masters:
         return ""

@@ -38,75 +38,78 @@ from amp_ext.sharding import local_tensor
 
 __all__ = ["FusedOptimizer"]
 
-# Errors of a device or an allocator that refuse a step which may succeed later.
+# Errors of a device or an allocator. After such an error, a later step may succeed.
 _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
-    A subclass has the signature that names its options and the name of its description in the
-    compiled module; the formula is a functor of the compiled module. float16 and bfloat16
-    parameters have a float32 master in their state, ``state[param]["master_param"]``, unless the
-    group says ``master_weights=False``. Buffers have the group's ``state_dtype`` (float64 for
-    float64 parameters), the parameter's dtype with ``state_dtype=None``, or are quantized to 8 bits
-    under keys of their own.
+    The constructor of a subclass declares the options in its signature, and its attribute
+    ``_hyperparameters_class`` names the description of the optimizer in the compiled module, which
+    also has the formula. float16 and bfloat16 parameters have a float32 master in their state,
+    ``state[param]["master_param"]``, unless the group says ``master_weights=False``. Buffers, such
+    as moments, have the group's ``state_dtype`` (float64 for float64 parameters), or the
+    parameter's dtype if ``state_dtype`` is None. Buffers quantized to 8 bits have other keys.
 
     A gradient scaler passes ``grad_scale`` and ``found_inf`` for one step. The kernel unscales the
     gradients, and a step whose ``found_inf`` is not 0 writes nothing; the host does not read the
     flag. :mod:`amp_ext.amp_protocol` describes the protocol.
 
-    A state that was written in place or replaced by another tensor is always noticed. Steps go on
-    from a master that was written. If its parameter was written too, the parameter wins in each
-    element that differs from the rounded master.
+    A step notices every state tensor that was written in place or replaced, and continues from the
+    new values. If both a master and its parameter were written, the parameter wins in each element
+    in which the master does not round to the parameter.
 
-    Options of a step, by which the groups of all optimizers may differ:
+    All optimizers have these options, and the groups of an optimizer may differ in them:
 
     Args:
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
-        lr: Learning rate; as a tensor, one element, read on its device at each step.
-        weight_decay: Weight decay per step, before the learning rate.
-        maximize: Ascends instead.
+        lr: Learning rate; a tensor must have one element, and is read on its device at each step.
+        weight_decay: Weight decay coefficient, before multiplication by the learning rate.
+        maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
-        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split":
-            of 16 more bits, which with the parameter are the float32 (of float16 from 2^-16 on,
-            to 2^-40 below); it follows a parameter that is written from outside. "split8": of 8
-            more bits, within 2^-15 of the float32.
-        state_dtype: torch.float32 or torch.bfloat16, the dtype of the buffers, or None for the
-            parameter's. "8bit-bf16": first moments in 8 bits, as ratios to the roots of the
-            second, and these in bfloat16. "8bit": second moments in 8 bits as well, with an
-            exponent for each 32 elements of a row; in bfloat16 where a parameter has less than
-            4096 elements, one dimension, rows that 32 does not divide, or is not contiguous. Both
-            keep a first moment without a second one, as that of SGD and Lion, in 8 bits with such
-            exponents, or in bfloat16.
-        rounding: How numbers are rounded that are stored in fewer bits: "nearest"; or "dither",
-            which makes a number between two that can be stored the upper one in as many steps as it
-            is near to it, so that small changes are not lost: of second moments, of moments in 8
-            bits, of first moments in bfloat16 that keep 0.99 or more of themselves, of parameters
-            without a master, and of those with a "split8" one. AMSGrad's maximum and all others are
-            rounded to nearest. None dithers unless ``state_dtype`` is None, which asks for what
-            torch does. A group that dithers counts its steps in all states.
-        max_grad_norm: Norm to keep the unscaled gradients of all groups together below, inside the
-            step; the norm is then in ``grad_norm``. None measures and clips nothing, 0 makes every
-            gradient 0. The same in all groups.
-        clip_value: Largest magnitude of an element of the unscaled gradients, after the norm.
-        skip_nonfinite: Leaves every element alone whose gradient is inf or NaN, and leaves those
-            out of the norm. Under a gradient scaler such a step is skipped whole all the same. The
-            same in all groups.
-        write_back_grads: Leaves the unscaled, clipped gradients in ``.grad``; without it, a step
+        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
+            stores only the 16 bits that the parameter lacks: both together are the master, exactly
+            (except below 2^-16 for float16, where it is within 2^-40), and if other code writes the
+            parameter, the master follows. "split8" stores only 8 more bits, so that the master has
+            a relative error of at most 2^-15.
+        state_dtype: Dtype of the buffers: torch.float32, torch.bfloat16, or None for the
+            parameter's. "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of the
+            second moments, and second moments in bfloat16. "8bit" stores second moments in 8 bits
+            as well, with one exponent for each 32 elements of a row. They stay in bfloat16 if a
+            parameter has fewer than 4096 elements or only one dimension, if the length of its rows
+            is not a multiple of 32, or if it is not contiguous. SGD and Lion have no second
+            moments: both settings store their first moments in 8 bits with such exponents, or in
+            bfloat16 under the same conditions.
+        rounding: Rounding of values stored in 16 or 8 bits: "nearest" or "dither". "dither" rounds
+            a value that is 30 % of the way between two storable ones up in 30 % of the steps, so
+            that small changes are not lost. It applies to second moments, moments in 8 bits, first
+            moments in bfloat16 with a decay of 0.99 or more, and parameters without a master or
+            with a "split8" one; AMSGrad's maximum and all other values are rounded to nearest. None
+            means "nearest" if ``state_dtype`` is None, as in torch, otherwise "dither". A group
+            that dithers has a step counter in every state.
+        max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
+            value, inside the step; the norm before clipping is then in ``grad_norm``. None neither
+            measures nor clips, 0 makes every gradient 0. Must be the same in all groups.
+        clip_value: Clips each element of the unscaled gradients to this magnitude, after the norm.
+        skip_nonfinite: Does not update elements whose gradient is inf or NaN, and leaves them out
+            of the norm. A gradient scaler still skips the whole step. Must be the same in all
+            groups.
+        write_back_grads: Stores the unscaled, clipped gradients in ``.grad``; otherwise a step
             leaves ``.grad`` as the backward pass made it.
-        foreach: Accepted for drop-in use; there is one path.
-        fused: Likewise.
+        foreach: Accepted for compatibility with torch; there is only one implementation.
+        fused: Accepted for compatibility with torch; there is only one implementation.
         differentiable: Must be False.
-        track_grad_norms: Lets every step keep the norm of each gradient, in ``grad_norms``. Of the
-            optimizer and no option of a group; the attribute of this name may change at any time.
+        track_grad_norms: Stores the norm of each gradient in ``grad_norms`` at every step. Belongs
+            to the optimizer, not to a group; the attribute of this name may be set at any time.
         norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips steps whose gradients have a
-            norm far above those before, or clips them; likewise.
+            norm far above the previous ones, or clips these gradients. Belongs to the optimizer,
+            not to a group; the attribute of this name may be set at any time.
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If an option is out of range, or a parameter is listed twice, or the guard is
-            that of another optimizer.
+        ValueError: If an option is out of range, a parameter is listed twice, or the guard belongs
+            to another optimizer.
         RuntimeError: If ``differentiable`` is true.
     """
 
@@ -115,17 +118,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
-    _amp_context: AmpStepContext | None = None  # of the scaler that is stepping this optimizer
+    _amp_context: AmpStepContext | None = None  # set by our scaler while it steps this optimizer
     grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lets scalers unscale the gradients before a step that a subclass has written itself.
+        """Marks a subclass that defines ``step``, so that scalers unscale the gradients before it.
 
-        Such a step would read scaled gradients, and need not skip after an overflow. A subclass
-        whose step does both, for example by calling its parent's, sets
-        ``_step_supports_amp_scaling`` itself. A mixed-in wrapper such as Lightning's calls the step
-        of the optimizer that it wraps.
+        Otherwise its step would read scaled gradients, and might write after an overflow. A
+        subclass whose step unscales and skips, for example by calling its parent's step, sets
+        ``_step_supports_amp_scaling`` to True itself. A class that inherits ``step`` from a wrapper
+        such as Lightning's is not marked, because the wrapper calls the step that it wraps.
         """
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -142,7 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Args:
             params: Parameters or groups, as for torch.optim.Optimizer.
-            defaults: Options of the groups, as :func:`options_of` takes them from a signature.
+            defaults: Default options of the groups, from :func:`options_of`.
             track_grad_norms: See the attribute.
             norm_guard: See the attribute.
         """
@@ -172,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def state_spec_of(self, group: dict[str, Any]) -> ops.StateSpec:
-        """Returns which states the parameters of a group have."""
+        """Returns the specification of the states that the parameters of a group have."""
         spec: ops.StateSpec = self.description.state_spec(type(self).__name__, group)
         return spec
 
@@ -185,8 +188,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: If an option has the wrong type.
             ValueError: If a parameter is listed twice, or an option can't be used.
-            RuntimeError: If ``differentiable`` is true. After any of these errors, and after an
-                interrupt, the group has not been added.
+            RuntimeError: If ``differentiable`` is true. After any error or interrupt, the group has
+                not been added.
         """
         count = len(self.param_groups)
         try:
@@ -197,19 +200,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             spec = self.state_spec_of(group)
             for param in group["params"]:
                 check_flattened(spec, param)
-        except BaseException:  # also an interrupt: a notebook goes on after it
+        except BaseException:  # also an interrupt, after which a notebook goes on
             del self.param_groups[count:]
             raise
 
     def check_options(self, options: dict[str, Any], where: str) -> None:
-        """Checks the options of a group, whoever wrote them.
+        """Adds missing options to a group, and checks all of its options.
 
-        A group from a file, or from a class that knows only torch's options, lacks the others: it
-        gets the values with which the optimizer was constructed.
+        A group from a file, or from code that knows only torch's options, may lack options of
+        amp_ext. They get the values that the optimizer was constructed with.
 
         Args:
-            options: The group; filled in.
-            where: Beginning of errors, with ``%s`` for the name of the option.
+            options: The group; missing options are written into it.
+            where: Start of errors, with ``%s`` for the name of the option.
         """
         for option in self.description.options:
             if option.on_load in ("kept", "kept if missing") and option.name in self.defaults:
@@ -229,14 +232,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     # States.
 
     def init_state(self) -> None:
-        """Creates every state that a first step would create, and does not step.
+        """Creates every state that a first step would create, without taking a step.
 
-        All parameters that require a gradient get one; existing states stay as they are. Counters
-        and moments are 0, and masters have the values of their parameters, so that training
-        continues with the same bits as without this call.
+        Every parameter that requires a gradient gets a state; existing states stay as they are.
+        Counters and moments are 0, and masters have the values of their parameters, so that
+        training continues with the same bits as without this call.
 
-        Call it before ``torch.distributed.checkpoint`` reads an optimizer that has not stepped yet:
-        torch would take a step of its own, with gradients of 0, and leave every counter at 1.
+        Call it before ``torch.distributed.checkpoint`` reads an optimizer that has not stepped yet.
+        Otherwise torch takes a step with gradients of 0, which leaves every counter at 1.
 
         Raises:
             RuntimeError: If a step would refuse the dtype or the device of a parameter, or a lazy
@@ -263,26 +266,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         changed, _ = init_states(self.state, trainable)
         if changed:
             ops.put_states(self.state, changed)
-            self.rebuild()  # the plan would go on with an erased state
+            self.rebuild()  # otherwise the plan would still use states that were erased
 
     def rebuild(self) -> None:
         """Forgets all parameters and states until the next step, which reads them again.
 
-        A step notices replaced tensors by itself. This call frees them at once, for example states
-        that were moved to another device to make room. The optimizer still remembers which
-        parameters were written since their masters were.
+        A step notices replaced tensors by itself. This call releases the old tensors at once, for
+        example after states were moved to another device to free memory. The optimizer still
+        remembers which parameters were written later than their masters.
         """
         self._plan.forget()
 
     # Masters.
 
     def refresh_masters(self) -> None:
-        """Takes parameters that were changed behind their masters over into them, at once.
+        """Updates masters whose parameters were changed by something other than a step.
 
-        Needed only after a write that torch does not count: through ``.data``, by a step of
-        torch's optimizers with ``fused=True``, by ``torch._foreach_lerp_`` on a GPU. Other writes
-        (``model.load_state_dict``, an in-place operation) are noticed by the next step. Masters
-        that round to their parameter keep their extra bits. Split masters need none of it.
+        Needed only after a write that does not change the tensor's version counter: through
+        ``.data``, by a step of torch's optimizers with ``fused=True``, or by
+        ``torch._foreach_lerp_`` on a GPU. The next step notices other writes by itself, such as
+        ``model.load_state_dict`` or an in-place operation. Masters that round to their parameter
+        keep their extra bits. Split masters need no update, because the parameter is a part of
+        them.
 
         Raises:
             RuntimeError: If averages of the weights are in the parameters.
@@ -302,17 +307,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @outside_inference_mode()
     def master_params(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
-        """Returns the float32 master of every parameter, and parameters that have none themselves.
+        """Returns the float32 master of each parameter, or the parameter itself if it has none.
 
-        For averages of weights, which lose small changes in 16 bits. The tensors are those that
-        the next steps write, without autograd: read them, and ask anew after ``load_state_dict``.
-        States that are missing are created, as :meth:`init_state` does. A parameter that was
-        changed by hand shows in its master after the next step or :meth:`refresh_masters`. Split
-        masters come as decoded copies.
+        Use them for averages of weights, because 16-bit weights lose small changes. Only read the
+        tensors: later steps write them (they are detached), and after ``load_state_dict`` this must
+        be called again. Missing states are created, as by :meth:`init_state`. A change of a
+        parameter by other code shows in its master after the next step or :meth:`refresh_masters`.
+        For a split master, a joined copy is returned, which later steps do not write.
 
         Args:
-            params: Parameters in the order wanted, as ``model.parameters()``; those of other
-                optimizers stand for themselves. None for all parameters, group by group.
+            params: Parameters in the order wanted, such as ``model.parameters()``. A parameter of
+                another optimizer is returned itself. None for all parameters, group by group.
 
         Example:
             >>> average = copy.deepcopy(model).float()
@@ -332,14 +337,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the step of a class in its hooks, when the first optimizer of the class is made.
+        """Wraps the step of a class, so that it runs the hooks of the optimizer.
+
+        torch calls this when the first optimizer of a class is constructed.
 
         Args:
             func: The ``step`` of the class.
         """
         return with_step_hooks(func)
 
-    @_disable_dynamo  # a compiled program steps around it; loads the compiler when called
+    @_disable_dynamo  # runs eagerly in compiled programs; imports dynamo only when called
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
 
@@ -347,25 +354,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: Evaluates the model again, with gradients enabled, and returns the loss.
 
         Returns:
-            What the closure returned, or None.
+            The return value of the closure, or None without a closure.
 
         Raises:
             RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
                 its parameter, a scaler's step calls this twice, or there is a closure while a
-                scaler steps. Nothing has been written then. Also if a launch fails, with a note on
-                how many parameters have been stepped, each with its states and its master. If any
-                was, later steps are refused until ``load_state_dict``.
+                scaler steps. Nothing has been written then. Also if a kernel launch fails: a note
+                on the error says how many parameters have been stepped, each with its states and
+                its master. If any was, later steps are refused until ``load_state_dict``.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If no parameter had a gradient when a scaler scanned them, and one has
                 now.
         """
         amp_context = self._amp_context
-        if amp_context is None:  # torch's scaler sets attributes, or somebody by hand
+        if amp_context is None:  # torch's scaler, or other code, sets attributes instead
             amp_context = context_from_attributes(self)
         loss = None
         if closure is not None:
             if amp_context.grad_scale is not None:
-                raise RuntimeError(NO_CLOSURE)  # its gradients would carry no scale
+                raise RuntimeError(NO_CLOSURE)  # a closure's gradients would not be scaled
             with torch.enable_grad():
                 loss = closure()
         if amp_context.is_used:
@@ -392,7 +399,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan, grad_scale = self._plan, amp_context.grad_scale
         guard = plan.norm_guard
         if guard is not None:
-            guard.warn_if_blind()  # by the steps before: it may raise
+            guard.warn_if_blind()  # before anything is written, because a warning may be an error
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
@@ -407,13 +414,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 and not plan.sharded_over
                 and plan.ranks_of_guard() is None
             ):
-                # A hook may have written gradients, and no version shows a write through ``.data``.
+                # A hook may have written gradients through ``.data``, which changes no version
+                # counter, so scan them again.
                 amp_context.scan = self._scan(found_inf, grad_scale)
                 if amp_context.scan.found_infs:
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
         if sums[0] is None and plan.ranks_of_guard() is not None:
-            sums = self._sums_over_ranks(grad_scale)  # also on a rank that inspects nothing
+            sums = self._sums_over_ranks(grad_scale)  # here, because all ranks must call it
         inspection = None
         if plan.inspects_next and self._has_grads():
             inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
@@ -431,9 +439,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Registers the parameters again and repeats the call if they or the options have changed.
 
         Args:
-            operation: What errors name.
-            ask: The method. It takes our plan, this optimizer and the arguments, and returns None
-                if the parameters must be registered again.
+            operation: Name of the operation, for errors.
+            ask: The method. It takes the StepPlan, this optimizer and ``arguments``, and returns
+                None if the parameters must be registered again.
             arguments: Further arguments.
 
         Raises:
@@ -457,7 +465,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return answer
 
     def _note_what_is_stepped(self, error: Exception, amp_context: AmpStepContext) -> None:
-        """Adds to an error of torch, whose type and text stay, how far the step has come."""
+        """Adds a note to an error of a step: how many parameters have been stepped, or none."""
         if amp_context.is_used:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
@@ -468,7 +476,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             error.add_note(f"{type(self).__name__}.step: {note}")
 
     def _warn_of_hooks(self) -> None:
-        """Warns once: no default class of torch shows scaled gradients to its hooks."""
+        """Warns once about a hook that wrote scaled gradients.
+
+        torch's optimizers without ``fused`` never show scaled gradients to their hooks.
+        """
         if not self._has_warned_of_hooks:
             self._has_warned_of_hooks = True
             warnings.warn(
@@ -479,14 +490,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_no_grads(self) -> None:
-        """Refuses gradients that no scaler has checked, because its scan found none."""
+        """Raises if there are gradients now, although there were none when the scaler scanned."""
         if self._has_grads():
             raise AssertionError(NOTHING_WAS_SCANNED)
 
     def _has_grads(self) -> bool:
         return any(param.grad is not None for param in params_of(self))
 
-    # Scans of the gradients, and the scaler's context: see amp_ext.amp_protocol.
+    # Scans of the gradients, and the scaler's context. amp_ext.amp_protocol describes both.
 
     def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
         """Finds inf and NaN in all gradients, for a scaler.
@@ -499,8 +510,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 overflow.
 
         Returns:
-            The result: for each device that holds a gradient a copy of ``found_inf``, set to 1 if a
-            gradient there is inf or NaN; with shards, if one is on any rank.
+            The result. Its flags are, for each device that holds a gradient, a copy of
+            ``found_inf`` that is set to 1 if a gradient on the device is inf or NaN. If parameters
+            are sharded, the gradients of all ranks count.
         """
         return self._scan(found_inf, grad_scale)
 
@@ -509,12 +521,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._plan.over_all_ranks(self, found, found_inf, grad_scale)
 
     def _scan_without_recording(self, grad_scale: Tensor | None) -> GradScan:
-        """Scans all gradients, and leaves nothing behind that a step would see."""
+        """Scans all gradients without recording the result for the next step."""
         found = self._ask_plan("inspect", self._plan.compiled.scan_without_recording, grad_scale)
         return self._plan.over_all_ranks(self, found, None, grad_scale)
 
     def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Scans the gradients for a norm over ranks that no scaler has measured."""
+        """Scans the gradients, if no scaler did, and returns sums of squares over all ranks."""
         scan = self._scan(torch.zeros((), device=self._first_device()), grad_scale)
         return scan.sum_of_squares, scan.squares_of_params
 
@@ -526,17 +538,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Sets the scaler's context for the next step.
 
         Args:
-            amp_context: Replaces ``grad_scale`` and ``found_inf`` for one step; None ends it.
+            amp_context: The context. During the step it replaces the attributes ``grad_scale`` and
+                ``found_inf``. None ends the step.
         """
         last, self._amp_context = self._amp_context, amp_context
         if amp_context is not None or last is None:
             return
         if last.is_used:
-            drop_amp_context(self)  # a scale that was set before was multiplied in
+            drop_amp_context(self)  # the scaler has multiplied a scale set by hand into its own
         elif last.scan is not None:
-            self.rebuild()  # the plan remembers a scan that no step has used
+            self.rebuild()  # otherwise the plan would remember a scan that no step has used
 
-    # Reports of steps. All belong to the plan, which a wrapper that copies the attributes shares.
+    # Reports of steps. The plan stores all of them, because a wrapper that copies the attributes of
+    # this object shares the plan.
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -551,9 +565,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def grad_norms(self) -> Tensor | None:
         """Norms of the unscaled gradients of all parameters at the last step.
 
-        [parameters] float32 in the order of the groups, on the device of the first parameter; later
-        steps overwrite it. NaN where there was no gradient, inf where it was not finite. For
-        DTensors the norm of the whole gradient. None unless norms are tracked.
+        float32 of shape ``[parameters]`` in the order of the groups, on the device of the first
+        parameter; later steps overwrite it. A norm is NaN if the parameter had no gradient, and inf
+        if it was not finite. For a DTensor it is the norm of the unsharded gradient. None unless
+        norms are tracked.
         """
         return self._plan.compiled.grad_norms
 
@@ -582,7 +597,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The guard that judges the norm of the gradients at each step, or None.
 
         Raises:
-            TypeError: If set to anything else.
+            TypeError: If set to anything but a NormGuard or None.
             ValueError: If set to the guard of another optimizer.
         """
         return self._plan.norm_guard
@@ -606,12 +621,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.
 
         A parameter has the name that the optimizer was given for it (``named_parameters()``), or
-        its position: "group 0, param 3". Parameters without a gradient, and those that have left
-        the groups since the step, are left out.
+        its position: "group 0, param 3". The dict omits parameters that had no gradient, and
+        parameters that were removed from the groups since the step.
 
         Raises:
-            RuntimeError: If no step has been taken since norms are tracked, or parameters have been
-                forgotten since (``load_state_dict``, ``rebuild``).
+            RuntimeError: If no step has been taken since ``track_grad_norms`` was set, or since
+                ``load_state_dict`` or ``rebuild``.
         """
         stepped = self._plan.params
         grad_norms = self.grad_norms
@@ -654,11 +669,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         after another, so it returns exactly what the step would do now. It takes as long as about
         ten steps, or more with small tensors, and the memory of one parameter with its states. If
         parameters are sharded, or the scaler or the guard has a process group, all ranks have to
-        call it together; the numbers are those of whole parameters.
+        call it together; the results are about the unsharded parameters.
 
         Args:
-            scaler: The gradient scaler that will step the optimizer, ours or torch's. Without it
-                gradients are taken as they are, with a scale that they may carry.
+            scaler: The gradient scaler that will step the optimizer, ours or torch's. With None,
+                the gradients are used as they are, even if they carry a scale.
 
         Raises:
             RuntimeError: If there is no gradient, a step has used the present gradients, the scaler
@@ -676,9 +691,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def inspect_next(self) -> None:
         """Makes the next step store in :attr:`inspection` what :meth:`inspect` would return.
 
-        Call it at any time; it needs no scaler. A step that a scaler does not take (after an
-        overflow, if gradients are unscaled before the step), a refused step, and a step without
-        gradients leave the inspection to the next one. If parameters are sharded, all ranks have to
+        Call it at any time; it needs no scaler. If that step has no gradients, is refused, or is
+        not even called by the scaler (after an overflow, if gradients are unscaled before the
+        step), the step after it is inspected instead. If parameters are sharded, all ranks have to
         call it.
         """
         self._plan.inspects_next = True
@@ -687,10 +702,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Applies an operation of weight averages to the present parameters.
 
         Args:
-            operation: "take_average" takes the last step into account, "list_average" registers the
-                parameters, "restart_average" starts again, and "swap_average" swaps the averages
-                into the parameters: until they are swapped back nothing steps, saves or loads.
-            averages: Of all parameters, as :class:`~amp_ext.optim.WeightAverage` holds them.
+            operation: "take_average" updates the averages after a step, "list_average" registers
+                the parameters, "restart_average" starts again, and "swap_average" swaps the
+                averages into the parameters; until they are swapped back, nothing steps, saves or
+                loads.
+            averages: The compiled averages of a :class:`~amp_ext.optim.WeightAverage`.
         """
         self._ask_plan(operation, self._plan.compiled.average, operation, averages)
 
@@ -704,10 +720,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states and the groups in the layout of torch.optim.Optimizer.
 
-        Numbers of numpy, which a schedule may write into groups and ``weights_only=True`` refuses,
-        become Python numbers. All 16-bit states of a parameter that FullyShardedDataParallel
-        flattens with ``use_orig_params=True`` are float32 in the state dict, because FSDP saves the
-        tensors of a state in one dtype. A load restores their bits.
+        numpy numbers, which a schedule may have written into groups, become Python numbers, because
+        ``weights_only=True`` refuses them. All 16-bit states of a parameter that
+        FullyShardedDataParallel flattens with ``use_orig_params=True`` are float32 in the state
+        dict, because FSDP saves the tensors of a state in one dtype. A load restores their bits.
 
         Raises:
             TypeError, ValueError: If the params of a group can't be read twice, or a state belongs
@@ -721,26 +737,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of its namesake in torch.optim.
 
-        Tensors are copied, to the parameter's device and layout. Buffers get the configured
-        dtype, whatever the file's; options that torch does not have stay as configured.
-        Masters that the file lacks are taken from the parameters: load the model first.
-        Files of the FusedAdam of apex and of TransformerEngine, which count the steps of a whole
-        group, are accepted. An option of torch that the file lacks gets torch's value for a missing
-        one; an option of another optimizer is refused by name.
+        Tensors are copied to the device and layout of their parameters. Buffers get the configured
+        dtype, whatever dtype they have in the file; options that torch does not have stay as
+        configured. Masters that the file lacks are made from the parameters, so load the model
+        first. Files of FusedAdam of apex and of TransformerEngine, which count the steps of a whole
+        group, are accepted. If the file lacks an option of torch, the option gets the value that
+        torch assumes; if it has an option of another optimizer, the error names the option.
 
         Args:
             state_dict: From ``state_dict()``.
 
         Raises:
-            KeyError: If the dict is not one of an optimizer.
-            TypeError: If it is no dict, or an option has the wrong type.
-            ValueError: If it does not fit the groups, another class wrote it, or a part is missing.
-                Nothing has been changed after these errors. After an interrupt the optimizer has
-                either all of the file or nothing.
+            KeyError: If the dict is not the state dict of an optimizer.
+            TypeError: If ``state_dict`` is not a dict, or an option has the wrong type.
+            ValueError: If the dict does not fit the groups, another class wrote it, or a part is
+                missing. Nothing has been changed after these errors. After an interrupt the
+                optimizer has either loaded everything or nothing.
         """
         self._plan.compiled.check_not_swapped_in("load_state_dict")
         check_is_dict(operation_of(self), state_dict)
-        # The hooks run as in torch, whose method would cast every state to its parameter's dtype.
+        # Runs the hooks itself, in torch's order, and does not call torch's method, because that
+        # would cast every state to the dtype of its parameter.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -756,7 +773,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [vars(self), vars(self._plan)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents of a pickle or a copy, which refuses to step if this one does."""
+        """Returns the contents for a pickle or a copy.
+
+        If an earlier step has failed, so that this optimizer refuses to step, the restored
+        optimizer refuses it, too.
+        """
         self._plan.compiled.check_not_swapped_in("__getstate__")
         state: dict[str, Any] = super().__getstate__()
         if self._plan.compiled.failure:
@@ -771,7 +792,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Restores an optimizer from a pickle, a copy or a checkpoint; adds missing options."""
         defaults = state.get("defaults", vars(self).get("defaults", {}))
         otherwise = defaults_of(type(self))
-        for name in ops.configured_options():  # an earlier release may have had fewer
+        for name in ops.configured_options():  # files of earlier releases may lack some of them
             if name in otherwise:
                 defaults.setdefault(name, otherwise[name])
         for group in state["param_groups"]:
@@ -786,15 +807,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
         else:
             plan.begin_anew()
-        # torch takes all of it in one assignment, which no interrupt divides.
+        # torch's method stores everything in one assignment, so an interrupt can't leave a part.
         super().__setstate__(state)
         if plan.compiled.failure != failure:
             plan.begin_anew(failure)
         if tracks:
             self.track_grad_norms = True
-        if guard is not None:  # a shallow copy has the guard of another optimizer
+        if guard is not None:  # in a shallow copy, the guard still belongs to the original
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
 
-# A scaler reads the signature at every step; stored, that takes 2 µs instead of 30.
+# A scaler reads the signature at every step. If it is stored, that takes 2 µs instead of 30.
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010

@@ -26,7 +26,7 @@ _LARGEST, _NUMEL = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class ParamInspection:
-    """The effect of a step on one parameter; on its master if it has one, joined if it is split.
+    """The effect of a step on one parameter, or on its float32 master if it has one.
 
     Attributes:
         norm: Norm of the parameter or master before the step.
@@ -72,7 +72,7 @@ class Inspection:
 
     @property
     def skipped(self) -> bool:
-        """True if the step writes nothing, after an overflow or by a guard; updates are 0 then."""
+        """True if an overflow or a guard makes the step write nothing; all updates are 0 then."""
         return self._numbers[0]
 
     @property
@@ -84,7 +84,7 @@ class Inspection:
         return self._numbers[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain numbers in a dict: "skipped", and "params" by name."""
+        """Returns a dict of plain numbers: "skipped", and in "params" a dict for each parameter."""
         params = {name: dataclasses.asdict(param) for name, param in self.params.items()}
         return {"skipped": self.skipped, "params": params}
 
@@ -156,7 +156,7 @@ class Inspection:
 
 
 def _combined(sums: Tensor) -> Tensor:
-    """Returns the sums of whole parameters.
+    """Combines the sums of all ranks into the sums of the unsharded parameters.
 
     Args:
         sums: Sums on each rank, float64 of shape ``[ranks, params, sums]``, NaN where a rank has no
@@ -199,15 +199,16 @@ def inspect_step(
     sum_of_squares: Tensor | None = None,
     is_in_step: bool = False,
 ) -> Inspection:
-    """Returns what a step with these values would do.
+    """Returns what a step with the given loss scale and flags would do.
 
     Args:
         optimizer: One of :mod:`amp_ext.optim`.
         grad_scale: One float32, the scale that the gradients carry, or None.
         found_inf: One float32, not 0 if the step is skipped; or None. An int if no parameter had a
             gradient when the scaler scanned them.
-        sum_of_squares: One float64, of the gradients on all ranks, or None.
-        is_in_step: Whether the step itself inspects.
+        sum_of_squares: One float64, the sum over the gradients of all ranks, or None if it is not
+            known.
+        is_in_step: True if the step itself calls this, because of ``inspect_next()``.
     """
     plan = optimizer._plan
     if not isinstance(found_inf, Tensor):
@@ -216,7 +217,7 @@ def inspect_step(
     inspect, found = plan.compiled.inspect, None
     if sum_of_squares is not None or plan.ranks_of_guard() is None:
         found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
-    if not found:  # the step needs a norm over ranks
+    if not found:  # the step needs a norm over all ranks, which was not passed
         sum_of_squares = optimizer._scan_without_recording(None).sum_of_squares
         found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
     if plan.sharded_over:

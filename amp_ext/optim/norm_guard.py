@@ -123,10 +123,10 @@ class NormGuard:
             of the two factors applies.
         patience: Number of outliers in a row after which the last one is accepted; 1 or more. With
             1 the statistics never skip or clip a step.
-        process_group: Ranks of torch.distributed that hold other parameters than this one. The
-            squares are summed over these ranks, so that all skip together, and ``max_grad_norm``
-            also clips by that norm. Sharded DTensors do not need it, because ranks share their norm
-            anyway.
+        process_group: A group of torch.distributed whose ranks hold different parameters of one
+            model. The squares are summed over these ranks, so that all skip together, and
+            ``max_grad_norm`` clips by the norm over these ranks, too. Sharded DTensors need no
+            group, because their norm is taken over all ranks anyway.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -135,7 +135,7 @@ class NormGuard:
     Reference:
         Statistics as in Finch, "Incremental calculation of weighted mean and variance", 2009.
         action="clip" is simpler than ZClip (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM
-        Pre-Training", 2025), which clips to another value and lets it enter the statistics.
+        Pre-Training", 2025), which clips to another norm and enters that norm in the statistics.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class NormGuard:
 
     @property
     def process_group(self) -> Any:
-        """The ranks over which squares are summed, or None. Must be set again after unpickling.
+        """The process group over which squares are summed, or None. Set it again after unpickling.
 
         Raises:
             TypeError: If the new value is neither None nor a group that contains this process.
@@ -236,7 +236,7 @@ class NormGuard:
         """Returns True if the guard skipped the last step that the device has finished.
 
         Args:
-            wait: Waits for the device, so that the answer is that for the last step.
+            wait: Waits for the device, so that the answer is about the last step taken.
         """
         return self.statistics.last_step_skipped(wait)
 
@@ -244,8 +244,8 @@ class NormGuard:
         """Returns the statistics and counts.
 
         Args:
-            wait: Waits for the device; otherwise returns those after the last step that it has
-                finished.
+            wait: Waits for the device, so that the last step is included; otherwise the result may
+                be that of an earlier step.
         """
         state = self.statistics.state(wait)
         deviation, limit = self.statistics.limits(wait)

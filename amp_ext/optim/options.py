@@ -125,7 +125,7 @@ def defaults_of(kind: type) -> Options:
 
 @functools.cache
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the options that the constructors of a class and its bases name."""
+    """Returns the parameters of the constructors of a class and its bases that are options."""
     return {
         parameter.name: parameter
         for base in reversed(kind.__mro__)
@@ -139,11 +139,11 @@ def check_unique(params: Iterable[Any], where: str) -> None:
     """Checks that a group lists each parameter once.
 
     Args:
-        params: Of the group.
-        where: Beginning of errors, with ``%d`` for the index: "Adam: param %d of group 1".
+        params: The parameters of the group.
+        where: Start of errors, with ``%d`` for the index: "Adam: param %d of group 1".
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If a parameter is listed twice.
     """
     first_index: dict[Any, int] = {}
     for index, param in enumerate(params):
@@ -155,7 +155,7 @@ def check_unique(params: Iterable[Any], where: str) -> None:
 
 
 def with_plain_options(description: Any, options: Options) -> Options:
-    """Returns a copy of a group's options and other entries, with Python numbers for numpy's."""
+    """Returns a copy of a group, with Python numbers in place of numpy's."""
     kinds = {each.name: each.type for each in description.options}
     return {
         name: with_plain_numbers(_plain(value, kinds.get(name, "")))
@@ -164,7 +164,7 @@ def with_plain_options(description: Any, options: Options) -> Options:
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """Returns an option with Python numbers in place of numpy's; ``kind`` is its type."""
+    """Returns the value of an option of type ``kind``, with Python numbers in place of numpy's."""
     is_list = isinstance(value, (Sequence, Tensor)) or hasattr(value, "ndim")
     if kind == "numbers" and is_list and not isinstance(value, str):
         return tuple(map(plain, value))
@@ -179,9 +179,9 @@ def _is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool) or is_number(value)
 
 
-# Maps the type of an option to a function that accepts its values. As in torch, a bool is accepted
-# as a number, a tensor of one element as any number that torch has, and 0, 1 and None as flags. The
-# values of "states" are checked later, with the ranges.
+# Maps the type of an option to a function that returns True for its values. As in torch, a bool is
+# accepted as a number, a tensor of one element as any number that is an option of torch, too, and
+# 0, 1 and None as flags. Values of "states" are checked later, when ranges are checked.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "learning rate": _is_tensor_or_number,
     "number": _is_tensor_or_number,

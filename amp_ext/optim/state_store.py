@@ -67,7 +67,7 @@ class PlacedParam(NamedTuple):
         )
 
     def parts(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-        """Returns this rank's shards of the optimizer's own tensors in a state of the parameter.
+        """Returns this rank's shards of the tensors in a state that have keys of the optimizer.
 
         Raises:
             TypeError: If the value under such a key is not a tensor.
@@ -128,7 +128,7 @@ def init_states(
         for each parameter its specification, its reference and this rank's shards of its state.
 
     Raises:
-        TypeError: If the value under an own key of a state is not a tensor.
+        TypeError: If the value under one of the optimizer's keys is not a tensor.
         ValueError: If a required tensor of a state is missing.
     """
     made: States = {}
@@ -177,11 +177,11 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
 
 
 def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's shards of a DTensor's state in a file, however it was sharded there."""
+    """Returns this rank's shards of a DTensor's state in a file, which may be sharded otherwise."""
     spec, param = placed.spec, placed.param
     local = local_tensor(param.detach())
     parts = {key: value for key, value in saved.items() if spec.is_key(key)}
-    if not is_over_rows(param):  # shards may divide a block
+    if not is_over_rows(param):  # a block of 32 elements may be divided among ranks: dequantize it
         for name, code, keys in spec.blocks_in(parts):
             codes, exponents = (_unsharded(parts.pop(key)).to(local.device) for key in keys)
             parts[name] = _over_all_ranks(param, ops.dequantize_blockwise(codes, exponents, code))
@@ -200,7 +200,7 @@ def _unsharded(tensor: Any) -> Tensor:
 
 
 def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
-    """Returns a tensor that every rank holds as a replicated DTensor on a parameter's mesh."""
+    """Turns a tensor that every rank holds into a replicated DTensor on a parameter's mesh."""
     from torch.distributed.tensor import Replicate
 
     everywhere = [Replicate()] * len(param.placements)
@@ -229,7 +229,7 @@ def existing_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
         state: State of the parameter.
 
     Returns:
-        The master or its residual; None if the parameter has no master.
+        The float32 master, or the residual of a split master; None if there is no master.
     """
     parts = {key: local_tensor(master) for key, master in _masters_in(state).items()}
     return ops.existing_master(local_tensor(param.detach()), parts)

@@ -1,4 +1,4 @@
-"""Hooks and the profiler around a step, without torch's announcement of every step."""
+"""Runs hooks and the profiler around a step, without ``record_function`` at every step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["has_step_pre_hooks", "with_step_hooks"]
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step with its hooks around it, and with the profiler if one is running.
 
-    ``torch.optim.Optimizer.profile_hook_step`` announces every step to a profiler that is rarely
-    there, which takes as long as the rest of a small step.
+    ``torch.optim.Optimizer.profile_hook_step`` reports every step to the profiler, even if none is
+    running, and that takes as long as the rest of a small step.
 
     Args:
         func: The ``step`` of a class of optimizers.
@@ -41,7 +41,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
                 for hook in hooks.values():
                     hook(optimizer, args, kwargs)
         except BaseException:
-            if optimizer._amp_context is None:  # torch's scaler leaves the attributes that it set
+            if optimizer._amp_context is None:  # torch's scaler deletes nothing after an error
                 drop_amp_context(optimizer)
             raise
         return returned
@@ -50,11 +50,11 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether hooks run before a step, of this optimizer or of all optimizers."""
+    """Returns True if hooks run before a step of this optimizer, its own or those of torch."""
     return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def _is_profiled() -> bool:
-    """Returns whether a profiler or a monitor of torch wants to know when a step begins."""
+    """Returns True if a profiler or a monitor of torch is running."""
     monitor = sys.modules.get("torch.profiler._cupti_monitor")
     return ops.is_profiled() or getattr(monitor, "_monitor_singleton", None) is not None

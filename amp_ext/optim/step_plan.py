@@ -1,4 +1,4 @@
-"""The plan of an optimizer: the compiled plan, with the states and DTensors that it asks for."""
+"""The plan of an optimizer, which passes states and local shards of DTensors to the C++ plan."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ class StepPlan:
         Args:
             optimizer: The name of the optimizer.
             description: The optimizer's description in the compiled module.
-            failure: How the last step failed of the optimizer that was copied; empty if none did.
+            failure: The failure of the last step, if this plan belongs to a copy of an optimizer
+                whose step has failed; otherwise "".
         """
         #: The compiled plan.
         self.compiled: ops.Plan = ops.Plan(optimizer, description, None, failure)
         #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
-        #: Whether the next step is inspected, and the last inspection.
+        #: True if the next step is to be inspected; and the last inspection, None before the first.
         self.inspects_next = False
         self.inspection: Inspection | None = None
         self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
     def begin_anew(self, failure: str | None = None) -> None:
-        """Forgets all that earlier steps have left, before or after states are loaded.
+        """Forgets everything that earlier steps have left, because states are being loaded.
 
         Args:
-            failure: How the last step failed; None keeps it, "" lets the optimizer step again.
+            failure: The failure of the last step, after which the optimizer refuses to step; "" for
+                none. None keeps the present one.
         """
         failure = self.compiled.failure if failure is None else failure
         self.compiled = ops.Plan(self._name, self._description, self.compiled, failure)
@@ -71,7 +73,7 @@ class StepPlan:
         placed_params: list[PlacedParam],
         dtensors: list[tuple[int, Tensor, str]],
     ) -> None:
-        #: The process groups of the other shards; false if no parameter is sharded.
+        #: The process groups over which parameters are sharded; false if no parameter is sharded.
         self.sharded_over = sharded_over
         self._placed_params = placed_params  # in the order of the compiled plan
         self._dtensors = dtensors  # index in the plan, parameter, name in errors
@@ -82,18 +84,18 @@ class StepPlan:
         self._set(ShardedOver(), [], [])
 
     def list_groups(self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str) -> None:
-        """Registers the parameters of all groups; a step adds states when gradients are there.
+        """Registers the parameters of all groups. A step adds the states of those with a gradient.
 
         Args:
             optimizer: The optimizer of the plan.
-            specs: The states of the parameters of each group.
-            operation: What errors name.
+            specs: The specification of the states, for each group.
+            operation: Name of the operation, for errors.
 
         Raises:
             TypeError: If a parameter is not a tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        self.forget()  # first, because an interrupt may come
+        self.forget()  # first, so that an interrupt leaves an empty plan and not a part of one
         sharded_over, placed_params, dtensors = ShardedOver(), [], []
         registered: list[tuple[int, int, Tensor, int | None, int]] = []
         for group_index, group in enumerate(optimizer.param_groups):
@@ -122,13 +124,14 @@ class StepPlan:
     def over_all_ranks(
         self, optimizer: Any, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> GradScan:
-        """Returns the result of a scan, combined over the ranks that hold parts of it.
+        """Combines the results of a scan over all ranks, if parameters or the norm need it.
 
         Args:
             optimizer: The optimizer of the plan.
-            found: For each device and partition the flag, the index of the first nonfinite
-                gradient, the partition, the sum of squares, and the squares of each parameter.
-            found_inf: The flag before the scan; None: 0.
+            found: A tuple for each device and partition: the flag, the index of the first nonfinite
+                gradient, the index of the partition, the sum of squares, and the sums of squares of
+                each parameter or None.
+            found_inf: The flag before the scan; None stands for 0.
             grad_scale: The scale that the gradients carry, or None.
         """
         flags = {flag.device: flag for flag, *_ in found}
@@ -165,7 +168,8 @@ class StepPlan:
             if not sums_squares:
                 sum_of_squares = None
         if group is not None and sum_of_squares is not None:
-            # Ranks may have different scales, so the squares are unscaled for the sum.
+            # Ranks may have different loss scales. So squares are unscaled before the sum, and the
+            # sum gets this rank's scale again.
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
         return GradScan(flags, first_nonfinites, sum_of_squares, squares_of_params)
@@ -173,14 +177,14 @@ class StepPlan:
     # The compiled plan calls these methods.
 
     def shards(self) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Returns this rank's shard of every DTensor and of its gradient, with its index."""
+        """Returns for each DTensor its index in the plan, this rank's shard, and its gradient's."""
         return [
             (index, local_tensor(param), local_grad(param, name))
             for index, param, name in self._dtensors
         ]
 
     def masters_of(self, states: dict[Any, Any], indices: list[int]) -> dict[int, Tensor]:
-        """Returns this rank's parts of the existing masters, by the indices of their parameters.
+        """Returns this rank's shards of the existing masters, keyed by the index of the parameter.
 
         Args:
             states: The states of the optimizer.
@@ -195,7 +199,7 @@ class StepPlan:
         return masters
 
     def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
-        """Initializes missing states of parameters, and stores none yet.
+        """Initializes missing states of parameters, but does not store them in the optimizer.
 
         Args:
             states: The states of the optimizer.

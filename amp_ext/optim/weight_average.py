@@ -149,7 +149,7 @@ class WeightAverage:
         """Makes the optimizer run an operation on the averages of its present parameters."""
         before = self._averages.listings
         self.optimizer.average_weights(operation, self._averages)
-        # Keeps the parameters alive, because the averages know them by their addresses.
+        # Keeps the parameters alive, because the compiled averages store only their addresses.
         if self._averages.listings != before:
             self._params = params_of(self.optimizer)
 
@@ -188,19 +188,21 @@ class WeightAverage:
     def swap(self) -> Iterator[None]:
         """Puts the averages into the parameters for a ``with`` block; restores them at its end.
 
-        Afterwards, also after an exception, parameters and masters have their old bits, and the
-        next step does not change the masters to match. Inside, a split master equals its parameter.
-        A copy of the parameters is kept meanwhile. For autograd the parameters were written in
-        place: graphs made before or inside the block can't be differentiated after it.
-        (``fully_shard`` does not detect this and computes wrong gradients.) If the average has a
-        ``model``, ``fully_shard`` gathers its parameters again.
+        After the block, also after an exception, parameters and masters have their old bits, and
+        the next step does not mistake the swap for a change of the parameters. Inside the block, a
+        split master has the value of its parameter. The block needs memory for a copy of the
+        parameters. For autograd the parameters were written in place: graphs made before or inside
+        the block can't be differentiated after it. (``fully_shard`` does not detect this and
+        computes wrong gradients.) If the average has a ``model``, ``fully_shard`` gathers its
+        parameters again.
 
         Raises:
-            RuntimeError: If averages of this optimizer are already in its parameters, or
-                FullyShardedDataParallel flattens these, because its modules compute with copies.
-                Inside, steps and scans of the optimizer, ``state_dict`` of the optimizer and the
-                average, ``refresh_masters`` and ``restart`` raise, too. At the end, if a parameter
-                has got another dtype, shape or device inside; all others are restored then.
+            RuntimeError: If averages of this optimizer are already in its parameters, or if
+                FullyShardedDataParallel flattens the parameters, because its modules compute with
+                copies. Inside the block, steps and scans of the optimizer, ``state_dict`` of the
+                optimizer and the average, ``refresh_masters`` and ``restart`` raise this error,
+                too. At the end of the block, if a parameter has got another dtype, shape or device;
+                all other parameters are restored then.
         """
         self._averages.check_not_swapped("WeightAverage.swap")
         for index, param in enumerate(params_of(self.optimizer)):
@@ -221,7 +223,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Copies the averages into another model, with all other parameters and the buffers.
+        """Copies the averages, and all other parameters and buffers, into another model.
 
         Parameters that belong to another average are not copied, so that the averages of several
         optimizers of one model can be copied one after the other.
@@ -232,15 +234,15 @@ class WeightAverage:
         Args:
             model: The model to write, with the same parameters and buffers as ``self.model``, in
                 any dtypes. Names are compared without the prefixes of ``torch.compile`` and of
-                wrappers such as DDP. If only our parameters are sharded, all ranks must call this
-                together.
+                wrappers such as DDP. If the parameters of ``self.model`` are sharded but those of
+                ``model`` are not, all ranks must call this together.
 
         Raises:
             TypeError: If ``model`` is not a module.
             ValueError: If the names or shapes differ, ``self.model`` lacks a parameter of the
-                optimizer, the ``state_dict()`` of a model has copies of parameters that name and
-                shape do not identify, or only the parameters of ``model`` are sharded. Nothing has
-                been written then.
+                optimizer, the ``state_dict()`` of a model has a copy of a parameter with another
+                name or shape than the parameter, or only the parameters of ``model`` are sharded.
+                Nothing has been written then.
             RuntimeError: If the average was constructed without ``model``.
         """
         operation = "WeightAverage.copy_to"
@@ -287,13 +289,14 @@ class WeightAverage:
         model unchanged: buffers, extra states of any type, frozen parameters and parameters of
         other optimizers. The tensors are not copied.
 
-        Under ``fully_shard`` all ranks must call this together, as for :meth:`load_state_dict` of
-        such a file and ``model.state_dict()``: modules gather their parameters again afterwards.
+        Under ``fully_shard`` all ranks must call this together, because modules gather their
+        parameters again afterwards. The same holds for ``model.state_dict()`` and for
+        :meth:`load_state_dict` with such a file.
 
         Raises:
             RuntimeError: If the average was constructed without ``model``, or is swapped in.
             ValueError: If the model lacks a parameter of the optimizer, or its ``state_dict()`` has
-                copies of parameters that name and shape do not identify.
+                a copy of a parameter with another name or shape than the parameter.
         """
         operation = "WeightAverage.averaged_state_dict"
         self._averages.check_not_swapped(operation)
@@ -401,8 +404,8 @@ class WeightAverage:
     def restart(self) -> None:
         """Restarts the averages with the present weights; the next average is a copy again.
 
-        Call this also after parameters have changed their dtype, shape or device. Until then each
-        step is taken, but the hook after it raises an error.
+        Call this also after parameters have changed their dtype, shape or device. Until you do,
+        each step updates the parameters, but then the hook of the average raises an error.
 
         Raises:
             RuntimeError: If averages of this optimizer are in its parameters.
@@ -410,7 +413,7 @@ class WeightAverage:
         self._ask("restart_average")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a pickle or a copy, whose optimizer is a copy, too."""
+        """Returns the contents for a pickle or a copy, which include the optimizer."""
         return {
             "arguments": self._arguments,
             "state": self.state_dict(),
@@ -442,7 +445,7 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
             return
         held._ask("take_average")
         if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
-            captured[:] = [held]  # replays of the graph write its averages
+            captured[:] = [held]  # keeps the average alive: replays of the graph will write it
 
     return after_step
 
@@ -485,7 +488,7 @@ def _contents_of(model: nn.Module) -> _Contents:
 def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
     """Returns the keys of parameters in a file of ``AveragedModel``.
 
-    If the file lacks one of the names, all are compared without the prefixes that wrappers add.
+    If the file lacks one of the names, all names are compared without the prefixes of wrappers.
     """
     keys = [_PREFIX + name for name in names]
     if all(key in state_dict for key in keys):
