@@ -32,7 +32,7 @@ NOTE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the chosen rows, prints a table and writes ``--json``; returns the exit code."""
+    """Measures the chosen rows, prints a table and writes the JSON file; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured.append(measure.measure_row(work, shapes, programs, streaming, run))
         store()  # after every row, because a long run may be interrupted
         del programs
-        gc.collect()  # frees the optimizers, which are in reference cycles
+        gc.collect()  # deletes the optimizers, which are in reference cycles
     speeds = [row["streaming_gb_per_s"] for row in measured if not row["many_small"]]
     about += [f"streaming: {max(speeds):.1f} GB/s at best"] if speeds else []
     print("\n".join(about), "", make_table(measured), "", NOTE, sep="\n")

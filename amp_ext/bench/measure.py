@@ -1,7 +1,7 @@
-"""Times the implementations of a row alternately in one process, and takes each one's fastest run.
+"""Times several implementations of the same work in turns, and takes the fastest run of each.
 
-A row is a kind of work on a list of shapes. A side is one implementation of that work, for example
-amp_ext's or torch's fused optimizer.
+A row of the results is a kind of work, such as a step of AdamW with a scaler, on a list of shapes.
+A side is one implementation of that work, for example amp_ext's or torch's fused optimizer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from amp_ext import ops
 from amp_ext.bench.steps import Program, Step
 from amp_ext.bench.work import ShapeList, Work
 
-STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32; far larger than caches
-ROUNDS = 6  # how often each side takes its turn
+STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, many times the caches
+ROUNDS = 6  # number of turns of each side
 
 
 def describe(device: torch.device) -> list[str]:
@@ -52,9 +52,10 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 
 
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
-    """Returns the bytes per element that our side stores, and those that its step must move.
+    """Returns two numbers of bytes per element: stored by our side, and moved by its step.
 
-    A step must read or write each operand once. A scaler or a norm reads the gradient once more.
+    A step must move (read or write) each operand once. A scaler or a norm reads the gradient once
+    more.
     """
     states = [value for state in program.optimizer.state.values() for value in state.values()]
     elements = sum(param.numel() for param in program.params)
@@ -81,8 +82,8 @@ def measure_row(
         work: The work of a step.
         shapes: The shapes of the parameters.
         programs: The program of each side, keyed by side. "ours" must be one of them.
-        streaming: The result of :func:`make_streaming`. Its operation takes turns with the sides,
-            except for many small tensors, where the row measures the host.
+        streaming: The result of :func:`make_streaming`. The operation is timed in turns with the
+            sides, except for many small tensors, because their row measures the host.
         run: A function that runs a step several times and returns the seconds of each run, such as
             :func:`run_times`.
     """
@@ -92,7 +93,7 @@ def measure_row(
     stored, moved = bytes_of(work, programs["ours"])
     steps |= {} if shapes.many_small else {"streaming": streaming[0]}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS):  # alternating order, so that changing clocks affect all sides alike
+    for turn in range(ROUNDS):  # in alternating order: changing clocks affect all sides alike
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
             times[name] += run(steps[name])
     least = {name: min(seconds) for name, seconds in times.items()}

@@ -1,4 +1,4 @@
-"""Makes the timed programs: a step of each implementation (side), on tensors of its own."""
+"""Makes the programs that the benchmark times: a step of each implementation ("side")."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """The work of a training loop after its backward pass, as one side does it."""
+    """One side's optimizer with its parameters, and a function that takes a training step."""
 
     params: list[Parameter]
     optimizer: torch.optim.Optimizer
     step: Step
-    average: Any = None  # WeightAverage; would stop following the optimizer if it were dropped
+    average: Any = None  # reference to the WeightAverage, which is deleted without one; or None
 
 
 def make_params(
@@ -55,7 +55,7 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         options |= {"master_weights": work.masters, "state_dtype": work.state_dtype}
         options["max_grad_norm"] = MAX_NORM if work.clip else None
         if not work.masters and work.state_dtype == torch.float32:
-            options["rounding"] = "nearest"  # like the other sides
+            options["rounding"] = "nearest"  # as torch rounds
         optimizer = getattr(amp_ext.optim, work.optimizer)(params, **options)
         step = scaled(work, params, optimizer, amp_ext.GradScaler)
         if side == "swa_utils":
@@ -117,7 +117,7 @@ def averaged(params: list[Parameter], step_params: Step) -> Step:
 
 
 def by_hand(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns a step with the usual hand-written loop: copy gradients, step masters, copy back."""
+    """Returns a hand-written step: copies gradients to masters, steps these, copies them back."""
 
     @torch.no_grad()
     def step() -> None:

@@ -11,15 +11,15 @@ import torch
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 STATES = {
     torch.float32: "32-bit states",
-    None: "16-bit states",  # in the parameter's dtype, rounded to nearest, as torch does
-    torch.bfloat16: "bf16 states",  # dithered: rounded up in a share of the steps
+    None: "16-bit states",  # states in the parameter's dtype, rounded to nearest as in torch
+    torch.bfloat16: "bf16 states",  # states are dithered: rounded up in a part of the steps
     "8bit-bf16": "8bit-bf16 states",
     "8bit": "8bit states",
 }
 
-#: The sides of a row (the implementations that are compared), and their names in tables. "by_hand"
-#: is a hand-written loop with float32 masters and torch's fused optimizer, "in_float32" is our step
-#: with float32 masters and moments, and "swa_utils" is our step with torch's average of weights.
+#: Maps the sides (the implementations that are compared) to their names in tables. "by_hand" is a
+#: hand-written loop with float32 masters and torch's fused optimizer, "in_float32" is our step with
+#: float32 masters and moments, and "swa_utils" is our step with torch's average of weights.
 SIDES = {
     "ours": "amp_ext",
     "fused": "torch fused",
@@ -81,8 +81,8 @@ class Work:
             return ["ours", "in_float32"]  # torch has no such low-memory states
         if self.has_masters:
             return ["ours", "by_hand"]
-        # torch's default is foreach on a GPU and a loop over single tensors on a CPU. Both sides
-        # are slow and would take most of the benchmark's time, so only some rows have them.
+        # torch's default is foreach on a GPU and a loop over single tensors on a CPU. "foreach" and
+        # "default" are slow and would take most of the time, so only the ADAMW rows have them.
         return ["ours", "fused", *(["foreach", "default"] if self == ADAMW else [])]
 
 
@@ -102,7 +102,8 @@ AVERAGED = Work("AdamW", torch.float32, average=True)
 
 #: State dtypes that take less memory than float32.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
-#: Work in less memory than float32. The last entry rounds everything to nearest, as torch does.
+#: Work that stores masters or states in less memory. The last entry rounds all of them to nearest,
+#: as torch does.
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
     *(
@@ -121,7 +122,7 @@ class ShapeList:
 
     name: str
     sizes: tuple[tuple[int, ...], ...]
-    many_small: bool = False  # whether the host's overhead dominates, not memory bandwidth
+    many_small: bool = False  # True if the host's overhead takes most of the time
 
     @property
     def elements(self) -> int:
@@ -130,7 +131,7 @@ class ShapeList:
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns ``count`` shapes ``[size / 32, 32]``. Rows of 32 are the blocks of 8-bit states."""
+    """Returns ``count`` shapes ``[size / 32, 32]``; 8-bit states need rows of a multiple of 32."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size // 32, 32),) * count, size < 1000)
 

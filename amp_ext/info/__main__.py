@@ -65,7 +65,7 @@ def _error_of_loading() -> str:
     try:
         ops.cpu_isa()
     except (ImportError, RuntimeError) as error:
-        # Drops the error's advice, because the advice that follows from the cause is more exact.
+        # Cuts off the advice in the error, because recognise() finds more exact advice.
         return str(error).splitlines()[0].partition(" Rebuild: ")[0].partition(" Build it: ")[0]
     return ""
 

@@ -38,8 +38,8 @@ class Cause(NamedTuple):
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
-# Causes that error messages do not name themselves. `recognise` takes the first match, so a cause
-# that is certain comes before one that is only likely.
+# Causes of errors whose messages do not say the cause. `recognise` takes the first match, so a
+# cause that is certain comes before one that is only likely.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",
@@ -83,7 +83,7 @@ def recognise(seen: str) -> Cause:
     """Returns the first cause that matches, or a cause without text if none matches.
 
     Args:
-        seen: The text of an error, or of another problem.
+        seen: The text of an error, or a description of another problem.
     """
     found = (cause for cause in CAUSES if re.search(cause.signs, seen))
     return next(found, Cause("", ""))

@@ -21,8 +21,8 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 
     Args:
         device: The device to train on.
-        dtype: The dtype of the parameters. torch's optimizer steps float32 masters, which are
-            copied into them.
+        dtype: The dtype of the parameters. torch's optimizer steps float32 masters, and after each
+            step these are copied into the parameters.
 
     Returns:
         A description of the fault, or None if there is none.
@@ -48,8 +48,8 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 def check_division(device: torch.device) -> str | None:
     """Compares the fast square roots and quotients of the CUDA kernels with exact results.
 
-    The kernels refine approximate instructions of the GPU. No standard specifies the results of
-    these, so they are checked on each GPU. Takes milliseconds.
+    The kernels refine the results of approximate GPU instructions. No standard specifies these
+    results, so they are checked on each GPU. Takes milliseconds.
 
     Args:
         device: A GPU.

@@ -17,7 +17,8 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Values of accelerator.distributed_type. Other types, such as FSDP, have scalers of their own.
+# Supported values of accelerator.distributed_type. For others, such as FSDP, Accelerate uses other
+# scalers.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -28,8 +29,9 @@ class PreparedOptimizer(_AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """True if the last step was skipped; waits for the GPU if the optimizer is fused.
 
-        Accelerate's own class assumes that a call of ``optimizer.step`` was not skipped. Fused
-        optimizers, ours and torch's, are always called and skip on the device: ask the scaler.
+        Accelerate's own class reports a skip only if ``optimizer.step`` was not called. Fused
+        optimizers, ours and torch's, are always called and skip on the device, so only the scaler
+        knows.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return bool(self.scaler.last_step_skipped(self.optimizer, wait=True))
@@ -40,9 +42,9 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
     """Makes an accelerator scale the loss with our scaler, and notice the steps that it skips.
 
     With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On CPUs,
-    this also enables float16 autocast. ``accelerator.clip_grad_norm_`` with a limit of inf, which
-    Transformers calls in steps without clipping, only measures the norm and leaves float16
-    gradients scaled: our optimizers unscale them inside their step. ::
+    this also enables float16 autocast. Transformers calls ``accelerator.clip_grad_norm_`` with a
+    limit of inf if it does not clip. For float16 gradients, this call then only measures the norm
+    and leaves them scaled, because our optimizers unscale them inside their step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)
@@ -88,7 +90,7 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
         numbers = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         scaler = GradScaler(device, **numbers)
     accelerator.scaler = scaler
-    # Uses functions of this module, not closures, so that accelerators can be pickled and copied.
+    # These are functions of this module and not closures, so that accelerators can be pickled.
     accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm_, accelerator)
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.native_amp = True
@@ -111,7 +113,7 @@ def _clip_grad_norm_(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Clips as Accelerate does, but with a limit of inf only measures float16 gradients."""
+    """Clips as Accelerate does, but only measures the norm for float16 gradients and limit inf."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:

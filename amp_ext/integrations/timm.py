@@ -14,7 +14,7 @@ _factory = import_client("timm.optim._optim_factory", at_least="1.0.12", below="
 
 __all__ = ["NativeScaler", "register_optimizers"]
 
-# The names of timm's optimizers, with our classes for them.
+# Maps the names of optimizers in timm's registry to our classes that replace them.
 _OPTIMIZERS = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,
@@ -39,9 +39,9 @@ class NativeScaler(_NativeScaler):
 def register_optimizers() -> None:
     """Adds our optimizers to timm's: ``create_optimizer_v2(model, opt="ampadamw")``.
 
-    "ampadam", "ampadamw", "ampsgd" and "ampmomentum" replace timm's optimizers without "amp" in
-    their names, and have the same defaults. For example, "ampsgd" has Nesterov momentum, as timm's
-    "sgd" has. A second call changes nothing.
+    The names are "ampadam", "ampadamw", "ampsgd" and "ampmomentum". Each has the defaults of timm's
+    optimizer of the name without "amp"; for example, "ampsgd" has Nesterov momentum, because timm's
+    "sgd" has it. A second call changes nothing.
     """
     registry = _factory.default_registry
     for name, our_class in _OPTIMIZERS.items():
