@@ -45,13 +45,13 @@ class Settings:
     steps: int = 600
     warm_up: int = 60  # steps until the learning rate reaches its peak
     accumulation: int = 2  # backward passes per optimizer step
-    rows: int = 8  # batch size: pieces of text per backward pass
-    context: int = 64  # characters that the model sees of each piece
+    rows: int = 8  # batch size: number of text pieces in each backward pass
+    context: int = 64  # length of a piece in characters
     width: int = 96
     layers: int = 3
     heads: int = 4
     validate_every: int = 50  # optimizer steps between two validations
-    written: int = 600  # characters of the sample that the trained model writes
+    written: int = 600  # length of the sample that the trained model writes, in characters
 
 
 QUICK = Settings(steps=40, warm_up=4, rows=8, context=32, width=32, layers=2, written=40)
@@ -110,7 +110,7 @@ class GPT(nn.Module):
 
 
 def predict(model: GPT, text: Tensor) -> Tensor:
-    """Calls the model and returns float32 logits; computes in fp16 on a GPU, in fp32 on a CPU."""
+    """Returns the model's logits in float32, computed in fp16 on a GPU and in fp32 on a CPU."""
     if text.is_cuda:
         with torch.autocast("cuda", torch.float16):
             return model(text).float()
@@ -210,7 +210,10 @@ class Training:
         return params + [state[name] for state in states for name in sorted(state)]
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint, with the schedule as extra data, because it counts skipped steps."""
+        """Writes a checkpoint, with the schedule and the generator as extra data.
+
+        The trainer does not step this schedule, because it must also advance at skipped steps.
+        """
         extra = {"schedule": self.schedule.state_dict(), "generator": self.generator.get_state()}
         self.trainer.save(path, extra)
 
@@ -221,7 +224,7 @@ class Training:
         self.generator.set_state(extra["generator"])
 
     def run(self, steps: int) -> None:
-        """Trains for ``steps`` steps. Only validations and the end of the run wait for a GPU."""
+        """Trains for ``steps`` steps; waits for a GPU only at validations and at the end."""
         settings, curves, part = self.settings, self.curves, self.text.train
         losses, norms = [], []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
@@ -232,8 +235,8 @@ class Training:
             step_loss = torch.zeros((), device=part.device)
             for _ in range(settings.accumulation):
                 pieces = self.text.pieces(part, settings, self.generator)
-                # The last call of the loop takes the optimizer step. The step clips by norm, and
-                # is skipped after an overflow.
+                # The last call of this loop takes the optimizer step, which clips by norm and is
+                # skipped after an overflow.
                 metrics = self.trainer.train_step(pieces)
                 step_loss += metrics.loss / settings.accumulation
             self.schedule.step()
@@ -257,7 +260,7 @@ class Training:
         text = torch.tensor([numbers], device=self.text.train.device)
         for _ in range(length):
             logits = predict(self.model, text[:, -self.settings.context :])[:, -1]
-            likely = (logits / 0.7).softmax(dim=-1)  # temperature 0.7: rare characters become rarer
+            likely = (logits / 0.7).softmax(dim=-1)  # a temperature of 0.7 avoids rare characters
             text = torch.cat([text, likely.multinomial(1, generator=generator)], dim=1)
         return self.text.read(text[0])
 
@@ -407,7 +410,7 @@ def main() -> int:
     first.save(checkpoint)
     first.run(half)
     print(f"Once more from {checkpoint}, by new objects")
-    again = Training(text, settings, 1, device)  # another seed: everything differs until `load`
+    again = Training(text, settings, 1, device)  # another seed, so that only `load` makes it equal
     again.load(checkpoint)
     again.run(half)
 

@@ -44,7 +44,7 @@ import amp_ext
 from amp_ext.optim import AdamW, NormGuard
 from amp_ext.program import format_table, run_program
 
-# The thresholds were chosen before the first run.
+# The limits below were chosen before the first run.
 FIRST_BROKEN = 200  # healthy steps before the first broken batch can occur
 BROKEN_SHARE = 0.15  # fraction of broken batches after FIRST_BROKEN
 LARGEST_GAP = 0.02  # nats by which the guarded run may end above the clean run
@@ -97,7 +97,7 @@ class Run:
         return self.validations[max(self.validations)]
 
     def skips(self, broken: bool) -> list[bool]:
-        """Returns for each broken (or each healthy) batch whether the guard skipped it."""
+        """Returns whether the guard skipped each broken batch, or each healthy one if false."""
         steps = zip(self.broken, self.skipped, strict=True)
         return [skipped for is_broken, skipped in steps if is_broken == broken]
 

@@ -10,9 +10,10 @@ in bf16. A CPU without bf16 arithmetic takes up to 10 times longer for these pro
 picture is small. The GPT is a smaller version of the one in char_gpt.py: its parameters and
 gradients are stored in bf16, and its matrix products are computed in fp32.
 
-Expect every configuration that splits its masters or dithers (rounds up in as many steps as the
-value is near to the upper number) to end like float32 masters and moments, up to the noise between
-seeds. The last configuration rounds everything to nearest, as torch does, and ends clearly worse.
+Dithering rounds a value that is 30 % of the way between two storable ones up in 30 % of the steps.
+Expect every configuration that splits its masters or dithers to end like float32 masters and
+moments, up to the noise between seeds. The last configuration rounds everything to nearest, as
+torch does, and ends clearly worse.
 Writes ``low_memory.png`` and prints a table. With the default settings it also checks these claims,
 and returns 1 if one fails.
 """
@@ -73,7 +74,7 @@ def in_bf16(name: str, **options: Any) -> Configuration:
 
 
 MASTERS = in_bf16("bf16 + masters, fp32 states")  # the baseline of all comparisons
-# Every configuration except AS_TORCH must end as well as MASTERS.
+# AS_TORCH is expected to end worse than MASTERS; every other configuration must end as well.
 AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
     Configuration("fp32, fp32 states", torch.float32, {}),
@@ -217,7 +218,7 @@ def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
 
 
 def colour_of(configuration: Configuration) -> Any:
-    """Returns black for MASTERS, red for AS_TORCH, and a colour of a scale for the others."""
+    """Returns black for MASTERS, red for AS_TORCH, and colours of a colour map for the others."""
     if configuration is MASTERS:
         return "#000000"
     if configuration is AS_TORCH:

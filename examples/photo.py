@@ -6,8 +6,8 @@
     python examples/photo.py --resume run.pt --checkpoint run.pt    # goes on after Ctrl-C
     python examples/photo.py --write-start start.pt           # for the program in libtorch/
 
-The loss of each tile is divided by k = 256, as usual when gradients are accumulated over the 256
-tiles of 64 x 64 pixels of a 1024 x 1024 picture. Without loss scaling, the gradients become too
+A picture of 1024 x 1024 pixels has 256 tiles of 64 x 64, over which gradients are accumulated. The
+loss of each tile is therefore divided by k = 256, and without loss scaling the gradients become too
 small for fp16. A CPU trains on a picture of a single tile and divides by the same k, so that the
 gradients are as small. Writes ``photo.png`` and prints a table. With the default settings it also
 checks that amp_ext is as good as fp32 and that fp16 without scaling is worse, and returns 1 if
@@ -116,7 +116,7 @@ class Files:
     """The checkpoint files of the run with amp_ext."""
 
     resume: Path | None = None  # checkpoint to load before training
-    checkpoint: Path | None = None  # file to save the run in
+    checkpoint: Path | None = None  # checkpoint to write during training
     about: dict[str, Any] = field(default_factory=dict)  # settings that must match to resume
 
 
@@ -143,7 +143,8 @@ def train(
 
     losses, scales, skipped = [], [scaler.get_scale()], []
     start = told = time.perf_counter()
-    # The trainer only saves and loads here, because all recipes share the loop below.
+    # The trainer only saves and loads the run. It does not train, because all recipes share the
+    # loop below.
     if files.resume or files.checkpoint:
         trainer = MixedPrecisionTrainer(
             model, optimizer, MixedPrecisionConfig("fp16"), scaler=scaler
@@ -162,8 +163,8 @@ def train(
         scaler.step(optimizer)  # changes nothing if a gradient is inf or NaN
         scaler.update()
 
-        # The figure needs these values. On a GPU, each of the two lines waits for the device, so
-        # a fast training loop should not have them.
+        # The figure needs these values. On a GPU, `item` and `get_scale` wait for the device, so a
+        # fast training loop should not call them.
         losses.append(step_loss.item() / len(features))
         scales.append(scaler.get_scale())
         if step == 0:

@@ -3,9 +3,10 @@
     python examples/two_optimizers.py                         # about half a minute on two cores
 
 The data are 2-D points, clustered around eight centres on a ring. The generator turns noise into
-such points, and the discriminator tells them from the data. Each network has its own loss and its
-own Adam. An iteration calls ``scaler.step`` for each optimizer and then ``scaler.update`` once. If
-the gradients of one optimizer overflow, only its step is skipped, and the scale is halved once.
+such points, and the discriminator learns to distinguish them from the data. Each network has its
+own loss and its own Adam. An iteration calls ``scaler.step`` for each optimizer and then
+``scaler.update`` once. If the gradients of one optimizer overflow, only the step of this optimizer
+is skipped, and the scale is halved once.
 
 Matrix products are computed in fp16 by autocast; parameters are fp32. The scale starts too high and
 doubles often, so that steps are skipped. Expect samples around all eight centres, and expect each
@@ -32,7 +33,7 @@ QUICK_STEPS = 160
 WIDTH = 64  # units of each hidden layer, in both networks
 NOISE = 8  # dimensions of the generator's input
 ROWS = 256  # batch size: points per step
-PACK = 2  # points that the discriminator judges together, so that it notices repeated points
+PACK = 2  # number of points that the discriminator judges together, to notice repeated points
 LEARNING_RATE = 2e-3
 INITIAL_SCALE = 2.0**24  # too high on purpose (default: 2**16)
 GROWTH_INTERVAL = 50  # steps without overflow before the scale doubles (default: 2000)
@@ -116,7 +117,7 @@ def train(steps: int, device: str) -> Record:
 
         scaler.update()  # once, after both steps
         for name, optimizer in optimizers.items():
-            # The figure needs the exact answer, so this waits for a GPU, as `item` above does.
+            # The figure needs the answer about this step, so the call waits for a GPU.
             record.skipped[name].append(scaler.last_step_skipped(optimizer, wait=True) is True)
     record.samples[steps] = sample(generator, device)
     record.scales = scaler.history(wait=True).scales
@@ -187,7 +188,7 @@ def draw(record: Record, path: Path) -> None:
 
 
 def halvings(record: Record) -> tuple[int, int]:
-    """Counts the updates after a skipped step, and how many of these halved the scale once."""
+    """Counts the updates after a skipped step, and those of them that halved the scale once."""
     skips = [any(both) for both in zip(*record.skipped.values(), strict=True)]
     after = zip(skips, record.scales, record.scales[1:], strict=False)
     halved = [later == before / 2 for skip, before, later in after if skip]
