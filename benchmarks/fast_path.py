@@ -2,10 +2,10 @@
 
     python benchmarks/fast_path.py --json results/fast_path.json
 
-Some rows have unusual values, for which the fast path falls back to the general code. The two sides
-run in separate processes, which take turns, because the environment variable AMP_EXT_CUDA_FAST_PATH
-is read only once. Each row shows the least time of a step of AdamW, or of the optimizer that the
-row names, and its bandwidth relative to a copy.
+Some rows of the table have unusual values, for which the fast path falls back to the general code.
+The two kinds of kernels run in separate processes, which take turns, because a process reads the
+environment variable AMP_EXT_CUDA_FAST_PATH only once. Each row shows the least time of a step of
+AdamW, or of the optimizer that the row names, and its bandwidth relative to a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import amp_ext
 ELEMENTS = 2**28
 SMALL = 2**25
 
-# Maps the name of a row to parameter dtype, options, and bytes that a step moves per element.
+# Maps the name of a row of the table to the parameter dtype, the options of the optimizer, and the
+# bytes that a step moves per element.
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "bf16, split8 masters, 8bit": (
         torch.bfloat16,
@@ -80,7 +81,7 @@ UNUSUAL = OF_ADAM[:3]
 
 
 def optimizer_of(form: str, params: list[torch.Tensor]) -> amp_ext.optim.FusedOptimizer:
-    """Returns the optimizer of a row, a key of ``FORMS``, over ``params``."""
+    """Returns an optimizer of ``params`` with the options of a row of ``FORMS``."""
     _, options, _ = FORMS[form]
     name = form.split()[0] if form.startswith(("Lion", "SGD")) else "AdamW"
     momentum = {"momentum": 0.9} if name == "SGD" else {}
@@ -88,7 +89,7 @@ def optimizer_of(form: str, params: list[torch.Tensor]) -> amp_ext.optim.FusedOp
 
 
 def drawn(form: str, *shape: int) -> torch.nn.Parameter:
-    """Returns a random parameter with a gradient, in the dtype of a row."""
+    """Returns a random parameter with a gradient, in the dtype of a row of ``FORMS``."""
     dtype = FORMS[form][0]
     param = torch.nn.Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
     param.grad = (torch.randn(shape, device="cuda") * 1e-3).to(dtype)
@@ -105,9 +106,9 @@ def whole(form: str) -> tuple[Callable[[], Any], int]:
 
 
 def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callable[[], Any], int]:
-    """Makes the step of an embedding after ``steps`` zero gradients of every second row.
+    """Makes a step of an embedding in which every second row has had no gradient for ``steps``.
 
-    The moments of these rows have decayed to tiny values. ``pruned`` also sets their weights to 0.
+    The moments of these rows have decayed to tiny values. If ``pruned``, their weights are 0, too.
     """
     param = drawn(form, SMALL // 1024, 1024)
     optimizer = optimizer_of(form, [param])
@@ -124,7 +125,7 @@ def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callabl
 
 
 def misaligned(form: str) -> tuple[Callable[[], Any], int]:
-    """Makes the step of a parameter that begins one element after a 16-byte boundary."""
+    """Makes a step of a parameter whose memory begins one element after a 16-byte boundary."""
     values = drawn(form, SMALL + 1)
     param = torch.nn.Parameter(values.detach()[1:])
     param.grad = torch.randn(SMALL, device="cuda").mul_(1e-3).to(param.dtype)
@@ -136,7 +137,7 @@ def many(form: str) -> tuple[Callable[[], Any], int]:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Any], int]]]]:
-    """Yields the name of each row, and a function that makes its step and number of elements."""
+    """Yields for each row its name and a function that returns a step and its element count."""
     for form in FORMS:
         yield form, lambda form=form: whole(form)
     for form in UNUSUAL:
@@ -179,7 +180,7 @@ def measure(seconds: float) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measures both sides alternately and prints the table."""
+    """Measures fast and general kernels in turns, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")

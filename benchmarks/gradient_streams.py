@@ -28,27 +28,27 @@ def noise(steps: int, generator: torch.Generator) -> Tensor:
 
 
 def falling(decades: float, steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients that shrink tenfold halfway, as at the end of a warm-up."""
+    """Generates gradients that shrink tenfold halfway, as they do at the end of a warm-up."""
     factor = torch.where(torch.arange(steps) < steps // 2, 1.0, 0.1).view(-1, 1, 1)
     return noise(steps, generator) * scales(decades, generator) * factor
 
 
 def ending(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients that are zero from halfway on, as of a layer that is no longer used."""
+    """Generates gradients that become zero halfway, like those of a layer no longer used."""
     gradients = noise(steps, generator) * scales(0.5, generator)
     gradients[steps // 2 :] = 0
     return gradients
 
 
 def leaning(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients whose mean is as large as their noise, as far from a minimum."""
+    """Generates gradients whose mean is as large as their noise, as happens far from a minimum."""
     sizes = scales(0.5, generator)
     side = torch.randn(SHAPE, generator=generator).sign()
     return (noise(steps, generator) + side) * sizes
 
 
 def permuted(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients whose magnitudes are permuted within each row halfway."""
+    """Generates gradients whose magnitudes change places halfway, within each row."""
     before = scales(1.5, generator)
     order = torch.rand(SHAPE, generator=generator).argsort(dim=1)
     gradients = noise(steps, generator)

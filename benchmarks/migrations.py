@@ -43,7 +43,7 @@ class Row(NamedTuple):
     package: str  # name of the installed distribution
     theirs: str  # full name of their class
     ours: str  # name of our class
-    file: str  # LOADS, name of the converting function, keys to delete, or "does not load"
+    file: str  # LOADS, "delete" and keys, "does not load", or the function that converts a file
     their_options: Mapping[str, Any] = MappingProxyType({})
     our_options: Mapping[str, Any] = MappingProxyType({})
 
@@ -159,7 +159,7 @@ def class_of(path: str) -> Any:
 
 
 def stepped(param: torch.Tensor, optimizer: torch.optim.Optimizer, first: int) -> torch.Tensor:
-    """Takes 20 steps with random gradients seeded from ``first`` on; returns the new parameter."""
+    """Takes 20 steps, with random gradients of seeds from ``first`` on; returns the parameter."""
     for number in range(first, first + STEPS):
         generator = torch.Generator().manual_seed(number)
         param.grad = torch.randn(SHAPE, generator=generator)
@@ -180,7 +180,10 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
 
 
 def measured(row: Row) -> tuple[str, str]:
-    """Returns our relative distance from theirs after 20 steps, and after 20 from their file."""
+    """Returns relative distances of our parameter from theirs, as two cells of the table.
+
+    The first is after 20 steps, the second after 20 more that start from their checkpoint.
+    """
     options = {"lr": 1e-2, "weight_decay": 0.1}
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
 

@@ -1,4 +1,4 @@
-"""Times AdamW against other packages', after comparing the results of each with float64.
+"""Times our AdamW against those of other packages, and compares the results of all with float64.
 
 python benchmarks/peers.py --quick                  # large tensors and the smallest model
 python benchmarks/peers.py --out results/peers      # figures, table and picture go there
@@ -41,8 +41,8 @@ from amp_ext.program import run_program
 CPU = torch.device("cpu")
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
-# Work that other packages do as well: float32 parameters, and bf16 parameters with float32 states,
-# with bf16 states, and with float32 masters and states.
+# Work that other packages can do, too. FP32: float32 parameters. WIDE, NARROW: bf16 parameters with
+# float32 or with bf16 states. MASTER: bf16 parameters with float32 masters and states.
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.float32),
     Work("AdamW", torch.bfloat16, masters=False),
@@ -50,8 +50,8 @@ FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.bfloat16),
 ]
 
-# Low-memory work: bf16 parameters with split masters in 10 and in 7 bytes per parameter, and
-# float32 parameters with 8-bit moments.
+# Work in little memory. SPLIT, SPLIT8: bf16 parameters with split master weights, 10 or 7 bytes per
+# parameter in all. FP32_8BIT: float32 parameters with 8-bit moments.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
     Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),
@@ -98,7 +98,7 @@ PEERS = {
         lambda module, params, work: module.DeepSpeedCPUAdam(
             params, **ADAMW, fp32_optimizer_states=work.state_dtype is not None
         ),
-        BESIDE_PEERS,  # MASTER runs in a loop that copies to and from masters, as in its engine
+        BESIDE_PEERS,  # MASTER copies to and from float32 masters, as DeepSpeed's engine does
         devices=["cpu"],
     ),
     "flashoptim": Peer(
@@ -167,7 +167,7 @@ PEERS = {
 
 
 def find(peer: Peer) -> tuple[str, str | None]:
-    """Imports a package; returns its version and, if the import fails, the reason, else None."""
+    """Imports a package; returns its version, and why the import fails, or None if it works."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search for other devices
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool would disturb the timing
     try:
@@ -188,7 +188,7 @@ def reason(error: BaseException | None) -> str:
 
 
 def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
-    """Returns the sides of amp_ext and torch that do some work. A side is one implementation."""
+    """Returns the sides (implementations) of amp_ext and torch that do a kind of work."""
     if work in LOW_MEMORY:
         return work.sides()
     if work.has_masters:
@@ -216,7 +216,7 @@ def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
 
 
 def buffered(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns a step with float32 masters, with copies as fast as torch's Python API allows."""
+    """Returns a step of float32 masters that copies gradients and parameters by foreach calls."""
     for master in masters:
         master.grad = torch.empty_like(master)
 
@@ -235,8 +235,8 @@ STEPS = 50
 SHAPES = ShapeList("agreement", ((128, 128), (128,), (1_003,)))
 SPREAD = 0.1  # deviation of parameters; large enough to detect a missing weight decay in 16 bits
 
-# Tolerances of the parameters' total change, relative to that change in float64. They allow for
-# roundings to float32 (FP32), to bf16 at the end (MASTER), or to bf16 in each step (WIDE, NARROW).
+# Allowed distances from float64 after all steps, divided by the total change in float64. They allow
+# for roundings to float32 (FP32), to bf16 at the end (MASTER), or in each step (WIDE, NARROW).
 # Mistakes are larger: a tenth of the weight decay, a learning rate that is 10 % off, or a beta1 of
 # 0.95 change the result by 6 to 18 %.
 TOLERANCES = {FP32: 1e-4, MASTER: 0.005, WIDE: 0.035, NARROW: 0.035}
@@ -244,8 +244,8 @@ TOLERANCES |= {SPLIT: 0.01, SPLIT8: 0.05, FP32_8BIT: 0.05}
 
 
 def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
-    """Returns the distance of a side's parameters from float64, relative to their total change."""
-    params = make_params(work, SHAPES, CPU, SPREAD)  # drawn on the CPU: alike on every device
+    """Returns how far a side's parameters are from float64, divided by their total change."""
+    params = make_params(work, SHAPES, CPU, SPREAD)  # on the CPU: the same values for all devices
     starts = [param.detach().double() for param in params]
     if device != CPU:
         params = [Parameter(param.detach().to(device)) for param in params]
@@ -254,7 +254,7 @@ def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
     program = program_of(side, work, params)
     for step in range(STEPS):
         for param, grad in zip(program.params, gradients(step, work.dtype), strict=True):
-            param.grad.copy_(grad)  # in each step, because some optimizers write to gradients
+            param.grad.copy_(grad)  # a new copy in each step: some optimizers write to gradients
         program.step()
     ends, shares = reference(work.dtype), []
     for param, start, end in zip(program.params, starts, ends, strict=True):
@@ -266,7 +266,7 @@ def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
 
 @functools.cache
 def reference(dtype: torch.dtype) -> list[Tensor]:
-    """Returns the parameters after the same steps of torch's AdamW in float64."""
+    """Returns the parameters after STEPS steps of torch's AdamW in float64."""
     start = make_params(Work("AdamW", dtype), SHAPES, CPU, SPREAD)
     params = [Parameter(param.detach().double()) for param in start]
     optimizer = torch.optim.AdamW(params, **ADAMW)
@@ -284,7 +284,7 @@ def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]:
-    """Compares a side with float64.
+    """Compares the result of a side with that of AdamW in float64.
 
     Returns:
         A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, which
@@ -334,7 +334,7 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
 
 
 def cold_times(step: Step, sweep: Step, seconds: float) -> list[float]:
-    """Returns the seconds of single steps. Before each, an untimed sweep empties the caches."""
+    """Returns the seconds of single steps, each after an untimed sweep that empties the caches."""
     times: list[float] = []
     end = timeit.default_timer() + seconds
     while not times or timeit.default_timer() < end:

@@ -69,7 +69,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             draw_ratios(axes, rows)
         else:
             draw_bars(axes, rows)
-            axes.set_ylim(tallest - 0.5, -1)  # bars of equal height in all panels, top to bottom
+            axes.set_ylim(tallest - 0.5, -1)  # makes the bars of all panels equally high
         axes.set_title(shapes, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
@@ -136,7 +136,7 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Draws the times of all sides divided by ours; a hollow marker means other work."""
+    """Draws all times divided by ours; a hollow marker stands for a side that does other work."""
     for place, row in enumerate(rows):
         for side, ratio in row["ratios"].items():
             face = "white" if side in row["unequal"] else COLOURS[side]

@@ -23,7 +23,8 @@ from amp_ext.optim import AdamW
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "rounding_apart.png"
 STEPS, EVERY = 3000, 10
 WIDTH, DEPTH = 32, 6
-# Maps the label of a run to its optimizer, whether its initial weights are moved, and its colour.
+# Maps the label of a run to a function that makes its optimizer, whether its initial weights are
+# moved by one unit in the last place, and its colour.
 RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
     "amp_ext": (lambda params: AdamW(params, lr=3e-3), False, "#004D7A"),
     "torch, fused=True": (
@@ -42,7 +43,7 @@ RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
 class Run(NamedTuple):
     """Weights and losses of a training run, recorded every ``EVERY`` steps."""
 
-    weights: Tensor  # [records, parameters]
+    weights: Tensor  # float32 of shape [records, parameters]
     losses: list[float]
 
 

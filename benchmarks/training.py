@@ -52,7 +52,7 @@ class Sizes:
     """The sizes of both models and their batches, and the length of a run."""
 
     steps: int = 200
-    warm_up: int = 20  # first steps, in which the learning rate rises; excluded from times
+    warm_up: int = 20  # steps in which the learning rate rises; excluded from times
     rows: int = 4  # sequences per batch of the GPT
     context: int = 1024  # tokens per sequence
     tokens: int = 25_088  # size of the vocabulary
@@ -164,7 +164,7 @@ def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
         uniform = torch.rand(shape, generator=generator)
         return torch.searchsorted(limits, uniform).clamp_(max=sizes.tokens - 1)
 
-    # The rules are the same for all seeds; each seed draws another text.
+    # All seeds have the same rules (the language), but each draws another text.
     rules = draw((sizes.tokens, 4), torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(seed)
     shape = (sizes.context + 1, sizes.steps * sizes.rows)
@@ -220,16 +220,16 @@ TASKS = {
 }  # fmt: skip
 
 
-# The configurations that train them.
+# The configurations that train the models.
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the compared configurations."""
+    """A configuration: dtypes, optimizer and scaler that train a model."""
 
-    group: str  # sides that are compared with each other; torch's is the first of a group
+    group: str  # name of the group of sides that are compared; torch's side is its first
     name: str
-    autocast: torch.dtype | None = None  # dtype of autocast, with float32 parameters
+    autocast: torch.dtype | None = None  # dtype of autocast (parameters are float32), or None
     dtype: torch.dtype = torch.float32  # dtype of the parameters
     scaled: bool = False  # whether to use a gradient scaler and clip by norm
     ours: bool = False
@@ -423,8 +423,9 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Summarizes the seeds of each model and side: median rates and times, and mean losses.
 
     The loss of a run is the mean over its last tenth of steps. ``faster`` and ``update_faster`` are
-    torch's time in the same group divided by this side's. ``difference`` is the loss minus that of
-    torch's run with the same seed, as mean and standard deviation over the seeds.
+    the times of torch's side in the same group, divided by those of this side. ``difference`` is
+    the loss minus that of torch's run with the same seed, as mean and standard deviation over the
+    seeds.
     """
     of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -455,7 +456,7 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mean_and_spread(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """Returns the mean, or None without values, and the standard deviation, or None below two."""
+    """Returns mean and standard deviation; each is None if there are too few values for it."""
     known = list(values)
     mean = statistics.fmean(known) if known else None
     return mean, statistics.stdev(known) if len(known) > 1 else None

@@ -1,7 +1,8 @@
-"""Measures update errors in shadow runs: optimizers get the same gradients as one in float64.
+"""Measures the errors of updates: optimizers get the same gradients as a reference in float64.
 
-The gradients don't depend on the parameters, so errors don't feed back, and a run of seconds shows
-how far updates are from the exact ones. `tests/programs/test_update_errors.py` checks the bounds.
+The gradients don't depend on the parameters, so that errors don't influence later gradients, and a
+run of seconds shows how far updates are from the exact ones. The test
+`tests/programs/test_update_errors.py` checks bounds of the errors.
 
     PYTHONPATH=. python benchmarks/update_errors.py  # errors of our optimizers with bf16 states
 """
@@ -44,9 +45,11 @@ class Errors:
     Attributes:
         update: Root mean square (RMS) of the updates' errors, divided by the RMS of exact updates.
         largest: The largest error of an update of one element, divided by the learning rate.
-        way: Norm of the error of the total change (the sum of all updates), relative to its norm.
-        bias: Mean error of ln sqrt(v) over the elements after the last step.
-        spread: Standard deviation of that error over the elements.
+        way: Norm of the error of the total change (the sum of all updates), divided by the norm of
+            the total change.
+        bias: Mean over the elements of the error of ln sqrt(v) after the last step, where v is the
+            second moment. NaN without second moments.
+        spread: Standard deviation of this error over the elements.
     """
 
     update: float
@@ -86,7 +89,7 @@ def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> 
 
 
 def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
-    """Returns mean and deviation of ln sqrt(moment / exact), where both are positive."""
+    """Returns mean and standard deviation of ln sqrt(moment / exact) over positive elements."""
     if moment is None or exact is None:
         return []
     both = (moment > 0) & (exact > 0)
@@ -140,7 +143,7 @@ class OptimizerScheme:
 
     @property
     def second_moment(self) -> Tensor | None:
-        """Stored second moment, dequantized to float64; with amsgrad, the maximum."""
+        """Stored second moment, dequantized to float64; with amsgrad, the largest so far."""
         state = self.optimizer.state[self.param]
         if isinstance(self.optimizer, FusedOptimizer):
             state = optim.float32_state_dict(self.optimizer)["state"][0]

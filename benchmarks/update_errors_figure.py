@@ -22,7 +22,7 @@ from amp_ext.optim import AdamW
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
 
-# Both tables map a label to options of AdamW, a colour and a marker.
+# STATES and MASTERS map a label to options of AdamW, a colour and a marker.
 NEAREST = {"rounding": "nearest"}
 STATES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
@@ -41,7 +41,7 @@ MASTERS: dict[str, tuple[dict[str, Any], str, str]] = {
 LEARNING_RATE = 1e-3
 START = 0.1  # standard deviation of the initial weights
 
-Table = dict[str, dict[str, float]]  # errors by name of the stream, then by label
+Table = dict[str, dict[str, float]]  # maps a stream's name to the errors, keyed by label
 
 
 def errors_of_updates(stream: Tensor) -> dict[str, float]:
