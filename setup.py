@@ -30,7 +30,7 @@ INSTALL = (
 )
 
 LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
-# Sources in these folders are compiled one by one. All others are united into three files (for
+# Folders whose sources are compiled one by one. All other sources are united into three files (for
 # csrc/libtorch, for csrc/python, and for the rest), because PyTorch's headers take longer to
 # compile than the sources.
 ENGINES = ("csrc/cpu", "csrc/cuda")
@@ -103,7 +103,7 @@ def toolkit_version(cuda_home: str) -> tuple[int, int]:
 
 
 def choose_cuda() -> bool:
-    """Returns whether to build the CUDA backend; if so, sets the variables of PyTorch's build."""
+    """Returns True to build the CUDA backend, and then sets environment variables for PyTorch."""
     choice = os.environ.get("AMP_EXT_CUDA", "")
     if choice not in ("", "0", "1"):
         fail(f"AMP_EXT_CUDA must be 0 or 1, got {choice!r}.")
@@ -146,7 +146,7 @@ def numbers_in(file: Path) -> list[float]:
 
 
 def limits_of_groups(root: Path) -> tuple[float, float]:
-    """Returns the memory in bytes and the cores that cgroups allow this process; inf if unlimited.
+    """Returns the bytes of memory and the number of cores that cgroups allow; inf if unlimited.
 
     Args:
         root: The folder that contains ``proc`` and ``sys``.
@@ -154,9 +154,10 @@ def limits_of_groups(root: Path) -> tuple[float, float]:
     memory = cores = math.inf
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
-        _, controllers, path = line.split(":", 2)  # cgroup v2 has an empty list of controllers
+        _, controllers, path = line.split(":", 2)  # in cgroup v2, `controllers` is empty
         for controller in controllers.split(","):
-            # In a container, this folder may be the cgroup itself, while `path` is the host's path.
+            # Also reads the limits of this folder itself: in a container it may be the cgroup of
+            # the process, while `path` is a path on the host.
             group = root / "sys/fs/cgroup" / controller
             for part in path.split("/"):
                 group /= part
@@ -179,12 +180,12 @@ def bound_jobs(root: Path = Path("/")) -> None:
 
 with_cuda = choose_cuda()
 bound_jobs()
-# PyTorch searches ninja on the PATH, which lacks this environment's scripts if it isn't activated.
+# PyTorch looks for ninja on the PATH, but an environment that isn't activated is not on it.
 os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")
 
 from setuptools.command import bdist_wheel  # noqa: E402
 
-# Imported only now, because this module reads CUDA_HOME when it is imported.
+# Imported only here, because cpp_extension reads CUDA_HOME when it is imported.
 from torch.utils import cpp_extension  # noqa: E402
 
 define = ["-DAMP_EXT_WITH_CUDA=1"] if with_cuda else []
@@ -198,7 +199,7 @@ include_dirs = own_include_dirs + cpp_extension.include_paths(device_type)
 library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
 
-# CMakeLists.txt must compile the same files.
+# Keep this list equal to the sources in CMakeLists.txt.
 core = glob("csrc/**/*.cpp", recursive=True)
 core += glob("csrc/cuda/*.cu") if with_cuda else []
 bindings = sorted(file for file in core if file.startswith("csrc/python"))
@@ -233,7 +234,7 @@ def describe(build: str, version: str, torch_folder: str | None) -> dict[str, ob
     visible = {".".join(map(str, torch.cuda.get_device_capability(gpu))) for gpu in gpus}
     arch_list = os.environ.get("TORCH_CUDA_ARCH_LIST") or ";".join(sorted(visible))
     toolkit = "{}.{}".format(*toolkit_version(os.environ["CUDA_HOME"])) if with_cuda else None
-    # Prints the commit, with "-dirty" appended if files are changed.
+    # This command prints the commit, with "-dirty" appended if files were changed.
     commit = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return {
         "build": build,
@@ -260,8 +261,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         """Builds both extensions, then writes ``_build_info.json`` and ``amp_extBuild.cmake``."""
         backends = "cpu and cuda" if with_cuda else "cpu"
         print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
-        self.in_place = bool(self.inplace)  # setuptools clears `inplace` while it builds
-        version = self.distribution.get_version().split("+")[0]  # without a wheel's local part
+        self.in_place = bool(self.inplace)  # a copy, because setuptools clears `inplace` in run()
+        version = self.distribution.get_version().split("+")[0]  # without a local part: "+cu130"
         release = torch.__version__.split("+")[0]
         self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest()}"
         try:
@@ -282,7 +283,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Returns the file name of an extension; the library's has no Python version in it."""
+        """Returns the file name of an extension, without a Python version for the library."""
         if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
             return f"{fullname.replace('.', os.sep)}.so"
         return super().get_ext_filename(fullname)
@@ -319,7 +320,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             text = (ROOT / "csrc" / "exports.map.in").read_text()
             exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
-            if self.in_place:  # PyTorch is not next to the package, as in site-packages
+            if self.in_place:  # PyTorch is not next to the package, as it is in site-packages
                 extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
 
@@ -348,7 +349,7 @@ class BuildWheel(bdist_wheel.bdist_wheel):
     def write_wheelfile(self, wheelfile_base: str, *arguments: object) -> None:
         """Writes the WHEEL file, and narrows the requirement of PyTorch in METADATA next to it."""
         if "bdist_wheel" in self.distribution.commands:  # not in an editable install
-            # Edits the file and not install_requires, which comes too late if pip has already
+            # Edits METADATA, because a change of install_requires comes too late if pip has already
             # generated the metadata.
             metadata = Path(wheelfile_base, "METADATA")
             minor = ".".join(torch.__version__.split(".")[:2])

@@ -17,7 +17,7 @@ CSRC = ROOT / "csrc"
 PUBLIC = ROOT / "amp_ext" / "include"
 
 CXX = {".h", ".cuh", ".cpp", ".cu"}
-# Maps each folder and file directly in csrc/ to its layer.
+# Maps each folder and each file at the top of csrc/ to its layer; higher layers use lower ones.
 FOLDERS = {
     "elements": 0,
     "kernels.h": 1,
@@ -38,12 +38,13 @@ ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
     FOLDERS[name] for name in ("elements", "tensors", "libtorch", "python")
 )
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
-# Public headers in the layer of tensors/. All others are torch-free or in the layer of libtorch/.
+# Public headers in the layer of csrc/tensors. Other public headers that include torch's headers are
+# in the layer of csrc/libtorch, the rest in that of csrc/elements.
 OF_TENSORS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
-# Torch headers that public headers may include: each compiles in one or two seconds.
+# Headers of torch that public headers may include, because each compiles in one or two seconds.
 LIGHT = (
     "ATen/core/Tensor.h",
     "c10/core/DeviceType.h",
@@ -70,7 +71,7 @@ def layer(path: Path) -> int:
 
 
 def includes(path: Path) -> Iterator[tuple[int, bool, str]]:
-    """Yields line number, whether the name is quoted (not in <>), and name of each include."""
+    """Yields for each include its line number, True if its name is in "" (not <>), and the name."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if found := INCLUDE.match(line.lstrip()):
             yield number, found[1] == '"', found[2]
@@ -137,7 +138,7 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
 
 
 def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of each import; "amp_ext._C" in a string counts as one."""
+    """Yields line and full name of each import; the string "amp_ext._C" counts as an import."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -165,7 +166,7 @@ def check_imports() -> Iterator[tuple[Path, int, str]]:
 
 
 def check_openings() -> Iterator[tuple[Path, int, str]]:
-    """Yields the files that do not begin with a docstring or comment about themselves."""
+    """Yields the files that do not begin with a docstring or comment about the file."""
     folders = ("csrc", "amp_ext", "tests", "examples", "benchmarks", "scripts")
     for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*")):
         if path.suffix in (".py", ".pyi"):

@@ -9,15 +9,17 @@ is 1 if a kernel does not meet them.
 
 A loop is a strongly connected set of basic blocks; an innermost loop contains no other loop. The
 main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. A kernel
-must have at least as many as the table says; with fewer, the compiler has narrowed the accesses of
-one. In a main loop, each access to global memory must have 128 bits, except one load and one store
-of each 8-bit array (residuals of masters, quantized values, exponents). Accesses to local memory,
-which come from spilled registers, are not allowed. Every other innermost loop should handle single
-elements. If it has more accesses than a main loop, it was unrolled or should be a main loop.
+must have at least as many main loops as the table says; if it has fewer, the compiler has narrowed
+the accesses of one. In a main loop, each access to global memory must have 128 bits, except one
+load and one store of each 8-bit array (residuals of masters, quantized values, exponents). Accesses
+to local memory, which come from spilled registers, are not allowed. Every other innermost loop
+should handle single elements. If it has more accesses than a main loop, it was unrolled or should
+be a main loop.
 
-For the fast path of a step, the table also limits the instructions per element in the main loop:
-all of them, and those of the ALU. Blocks that ordinary values never reach do not count: the slow
-path of a division, and the repetition of a shuffle for the threads of a divergent warp.
+For the fast path of a step, the table also limits two counts of instructions per element in the
+main loop: of all instructions, and of those that run on the ALU. Blocks that ordinary values never
+reach do not count: the slow path of a division, and the repetition of a shuffle for the threads of
+a divergent warp.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ TARGET = re.compile(r"`\((\.L_\w+)\)")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
 RARE = re.compile(r"^CALL\b|COLLECTIVE")
-# Instructions that do not run on the ALU pipe: floating-point, memory, control and uniform ones.
+# Names of instructions that do not run on the ALU pipe.
 FLOATS = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MUFU", "I2F", "F2I")
 MEMORY = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDC", "LDL", "STL", "SHFL", "REDUX", "ATOM")
 CONTROL = ("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "NOP", "WARPSYNC", "VOTE", "BAR")
@@ -75,12 +77,12 @@ class Instruction:
 
     @property
     def is_access(self) -> bool:
-        """Whether this loads or stores a tensor, not a value that blocks share ("STRONG")."""
+        """Whether this accesses a tensor; accesses to values that blocks share are "STRONG"."""
         return self.name in ("LDG", "LD", "STG", "ST") and "STRONG" not in self.opcode
 
     @property
     def is_wide(self) -> bool:
-        """Whether this loads or stores at least 128 bits of a tensor."""
+        """Whether this loads or stores at least 128 bits of a tensor at once."""
         width = WIDTH.search(self.opcode)
         return self.is_access and width is not None and int(width[1]) >= 128
 
@@ -114,7 +116,7 @@ class Kernel:
 
     @property
     def blocks(self) -> int:
-        """Returns how many blocks fit on a multiprocessor at once."""
+        """Number of blocks that fit on a multiprocessor at once."""
         of_warp = -(-self.registers * 32 // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
         return min(REGISTERS // (of_warp * self.threads // 32), THREADS // self.threads)
 
@@ -123,12 +125,12 @@ class Kernel:
 
 
 def innermost(graph: networkx.DiGraph, blocks: set[int]) -> Iterator[set[int]]:
-    """Yields the innermost loops, found by removing the entry block of each outer loop."""
+    """Yields the innermost loops; removes the entry block of each outer loop to find them."""
     for loop in networkx.strongly_connected_components(graph.subgraph(blocks)):
         first = min(loop)
         if len(loop) == 1 and not graph.has_edge(first, first):
             continue
-        # The endless loop after the end of a kernel has no entry.
+        # The endless loop after the end of a kernel has no entry block, so remove its first block.
         entry = min((each for each in loop if not loop.issuperset(graph.pred[each])), default=first)
         yield from list(innermost(graph, loop - {entry})) or [loop]
 
@@ -137,12 +139,12 @@ def loops_of(code: list[Instruction], labels: dict[str, int]) -> list[list[Instr
     """Returns the instructions of each innermost loop, in program order."""
     behind_branches = [i + 1 for i, each in enumerate(code) if each.name in ENDS]
     starts = sorted({0, *behind_branches, *labels.values()} - {len(code)})
-    ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # start to end of each block
+    ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # maps starts of blocks to ends
     for start, end in ends.items():
         is_rare = any(RARE.search(each.opcode) for each in code[start:end])
         for each in code[start:end]:
             each.is_rare = is_rare
-    graph = networkx.DiGraph([(-1, 0)])  # an edge from the launch to the first block
+    graph = networkx.DiGraph([(-1, 0)])  # -1 stands for the launch, which enters the first block
     graph.add_nodes_from(starts)
     for start, end in ends.items():
         last = code[end - 1]
@@ -259,10 +261,10 @@ def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
 class Row:
     """The requirements for the kernels whose name and architecture match two patterns."""
 
-    names: str  # pattern as in a shell
-    architectures: str  # pattern as in a shell
-    blocks: int  # least blocks per multiprocessor; fast path: most instructions per element
-    loops: int  # least main loops; fast path: most ALU instructions per element
+    names: str  # shell pattern for names of kernels
+    architectures: str  # shell pattern for architectures, such as "sm_90"
+    blocks: int  # least blocks per multiprocessor; in fast rows, most instructions per element
+    loops: int  # least number of main loops; in fast rows, most ALU instructions per element
 
     def has(self, name: str, architecture: str) -> bool:
         return fnmatch.fnmatchcase(name, self.names) and fnmatch.fnmatchcase(
@@ -280,12 +282,12 @@ def read_table(text: str) -> list[Row]:
 
 
 def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
-    """Yields the faults of the main loop of a fast path."""
+    """Yields what the main loop of a fast-path kernel has too much of."""
     name = f"fast {kernel.name}"
     row = next((row for row in rows if row.has(name, kernel.architecture)), None)
     if row is None:
         return
-    # Another main loop handles the elements that the fast path left, so only the shortest counts.
+    # Another, longer main loop handles the elements that leave the fast path, so take the shortest.
     loops = [[each for each in loop if not each.is_rare] for loop in kernel.main_loops()]
     usual = min(loops, key=len, default=[])
     for count, most, what in (
@@ -300,7 +302,7 @@ def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
 
 
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
-    """Returns the row of a kernel or None; a formula without its own row is an "other step"."""
+    """Returns the row of a kernel or None. A step without a row of its formula: "other step"."""
     named = {row.names.split()[1] for row in rows if row.names.startswith("step ")}
     is_other = kernel.name.startswith("step ") and kernel.name.split()[1] not in named
     name = f"other {kernel.name}" if is_other else kernel.name
@@ -331,7 +333,8 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a main loop uses local memory: {', '.join(local)}"
-    # The loop that handles what the fast path left may also store the gradient: one access more.
+    # The loop for elements that leave the fast path may have one more access: it may store the
+    # gradient.
     most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         if loop not in main and row.loops and accesses(loop) > most:

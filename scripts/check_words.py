@@ -44,7 +44,7 @@ class Text(NamedTuple):
 
 
 def python_comments(path: Path) -> Lines:
-    """Yields line number, code before the comment, and text of each comment."""
+    """Yields for each comment its line number, the code before it in this line, and its text."""
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:

@@ -8,9 +8,9 @@
 
 A case combines an optimizer, dtypes and an option. Other cases are scalers and operations on
 gradients. The data are integers times a power of two, the same on every machine and with every
-PyTorch. All engines give the same bits, so the file has one hash per case; all NaNs hash alike.
-Only sums of squares differ, because the CUDA kernels add in another order. Cases that depend on
-them have a second hash.
+PyTorch. All engines (CPU instruction sets, CUDA) give the same bits, so the file has one hash per
+case; all NaNs hash alike. Only sums of squares differ, because the CUDA kernels add in another
+order. Cases that depend on them have a second hash.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from amp_ext import ops  # noqa: E402
 STEPS = 50
 SCALE = 2.0**10
 SHAPES = ((1,), (37,), (1025,), (0,))
-TRANSPOSED = (8, 6)  # shape of a tensor whose memory holds its transpose
+TRANSPOSED = (8, 6)  # shape of a further tensor, which is transposed in memory
 LR = 2.0**-6
 INF, NAN = float("inf"), float("nan")
 
@@ -170,7 +170,7 @@ SCALERS: dict[str, dict[str, Any]] = {
 GRADIENT_OPERATIONS = ("unscale_", "check_finite_", "count_nonfinite")
 GRADIENT_OPERATIONS += ("clip_grad_norm_1", "clip_grad_norm_1e+06")
 
-# Maps a name to the values that are written into the gradients of an operation.
+# Maps a name to the inf and NaN that are written into the gradients of an operation.
 BAD_NUMBERS: dict[str, tuple[float, ...]] = {"finite": (), "inf": (INF,), "nan": (NAN, -INF)}
 
 
@@ -187,7 +187,7 @@ def tensors(seed: int, dtype: torch.dtype, factor: float, device: str) -> list[T
 
 
 def set_bad_elements(grads: list[Tensor], values: tuple[float, ...]) -> None:
-    """Writes values into the third tensor, 511 elements apart."""
+    """Writes values into the third gradient, at elements that are 511 apart."""
     for index, value in enumerate(values):
         grads[2][5 + 511 * index] = value
 
@@ -211,7 +211,7 @@ def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> s
     for step in range(STEPS):
         scale = scaler.scale(torch.ones((), device=device)).item()
         grads = tensors(2 + step, grad_dtype, 2.0**-3 * scale, device)
-        # Under a scaler, fewer steps have inf or NaN, because each of them is skipped.
+        # Under a scaler, fewer steps have inf or NaN, because the scaler skips all of these steps.
         if option.bad_elements and step % (11 if option.scaled else 3) == 1:
             set_bad_elements(grads, (INF, NAN))
         if option.scaled and step in (4, 17, 18, 40):
@@ -252,7 +252,7 @@ def hash_of_scales(arguments: dict[str, Any], device: str) -> str:
 
 
 def hash_of_operations(dtype: torch.dtype, bad: tuple[float, ...], device: str) -> dict[str, str]:
-    """Returns the hashes of the results of all operations on gradients, by operation."""
+    """Returns a dict from each operation on gradients to the hash of its results."""
 
     def grads() -> list[Tensor]:
         made = tensors(5, dtype, 16.0, device)
@@ -309,7 +309,7 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"GradScaler/{name}", functools.partial(hash_of_scales, arguments, device)
     for dtype in (F16, BF16, F32, F64):
         for name, bad in BAD_NUMBERS.items():
-            # Cached, because one run computes the hashes of all operations.
+            # The function is cached, because one call computes the hashes of all operations.
             hashes = functools.cache(functools.partial(hash_of_operations, dtype, bad, device))
             for operation in GRADIENT_OPERATIONS:
                 case = f"{operation}/{str(dtype).removeprefix('torch.')}/{name}"
@@ -319,7 +319,7 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def all_hashes(device: str, only: str, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Returns the hashes of all cases that match ``only``, or of one of ``parts`` parts of them."""
+    """Returns the hashes of the cases that match ``only``, or of every ``parts``-th of these."""
     cases = [each for each in all_cases(device) if fnmatch.fnmatchcase(each[0], only)]
     return {name: compute() for name, compute in cases[part::parts]}
 
@@ -377,7 +377,7 @@ def report(engine: str, hashes: dict[str, str], expected: dict[str, str]) -> int
 
 
 def expected_of(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns the file's content: hashes of the first engine, and of CUDA kernels that differ."""
+    """Returns the file's content: hashes of the first engine, and hashes of CUDA that differ."""
     first, *rest = found.items()
     different = {
         name: value

@@ -3,9 +3,9 @@
     python scripts/mutants.py             # resumes an interrupted run, and prints a summary
     python scripts/mutants.py --only 3,106
 
-Each fault in `mutants.json` has a file; lines, without indentation, that occur in it exactly once;
-old and new text within the last of these lines; and the test files that should detect the fault.
-Faults are numbered from 1 in the order of the list.
+Each fault in `mutants.json` has the path of a file; consecutive lines, without indentation, that
+occur in the file exactly once; a text in the last of these lines and the text that replaces it; and
+the test files that should detect the fault. Faults are numbered from 1 in the order of the list.
 
 Faults are put into copies of the code in build/mutants, which take minutes to build. All C++ faults
 are compiled into one binary, and the environment variable AMP_EXT_MUTANT selects one of them. If
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 RESULTS = FOLDER / "results.json"
 HANG = 180  # seconds per test; long, because a test may compile on a busy machine
-BUDGET = 400  # seconds for the test files of a fault, and again for all tests
+BUDGET = 400  # seconds for the test files of a fault, and the same again for all tests
 
 HEADER = """// Which fault is switched on; put before every source of the copy.
 #pragma once
@@ -47,7 +47,7 @@ Fault = dict[str, Any]
 
 
 def read_faults() -> dict[int, Fault]:
-    """Returns the faults by number; ``begin`` of each is from :func:`begin_of`."""
+    """Returns the faults by number, and adds the result of :func:`begin_of` to each as "begin"."""
     faults = json.loads(Path(__file__).with_suffix(".json").read_text())
     for fault in faults:
         fault["begin"] = begin_of(fault, (ROOT / fault["file"]).read_text())
@@ -76,7 +76,7 @@ def with_fault(text: str, fault: Fault, new: str) -> str:
 
 
 def with_switches(text: str, faults: list[tuple[int, Fault]]) -> str:
-    """Returns a C++ source with all ``faults``, each behind a test of AMP_EXT_MUTANT."""
+    """Returns a C++ source with all ``faults``; AMP_EXT_MUTANT selects one at run time."""
     for number, fault in sorted(faults, key=lambda pair: -pair[1]["begin"]):
         chosen, old, new = f"amp_ext_mutant == {number}", fault["old"], fault["new"]
         switch = f"({chosen} ? ({new}) : ({old}))"
@@ -149,7 +149,7 @@ def prepare(jobs: int) -> None:
                 subprocess.run(
                     build, cwd=tree(0), env=environment(0), stdout=log, stderr=log, check=True
                 )
-            # Copies the module, the library, and the files that describe the build.
+            # Matches the module, the library, and the files that describe the build.
             for pattern in ("_[Cb]*.[sj]*", "lib/*.so", "share/cmake/amp_ext/amp_extBuild.cmake"):
                 for file in (tree(0) / "amp_ext").glob(pattern):
                     write_if_changed(tree(job) / file.relative_to(tree(0)), file.read_bytes())
@@ -180,7 +180,7 @@ def run_tests(number: int, fault: Fault, job: int) -> dict[str, str]:
                 stderr=output,
                 check=False,
             ).returncode
-        if code in (0, 5):  # passed, or 5: no test was collected
+        if code in (0, 5):  # 0: all tests passed, 5: no test was collected
             continue
         if code in (124, 137):  # `timeout` ended the run after BUDGET seconds
             is_whole = False

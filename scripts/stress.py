@@ -27,8 +27,8 @@ import amp_ext  # noqa: E402
 
 PROCESS = Path("/proc/self")
 INF = math.inf
-# Allowed growth per resource. A process's memory always varies by some pages, and caches may add a
-# few objects.
+# Allowed growth of each resource (memory in bytes). The memory of a process always varies by some
+# pages, and caches may add a few objects.
 MOST_GROWTH = {"file handles": 0, "threads": 0, "memory": 2 * 2**20, "Python objects": 10}
 
 
@@ -47,7 +47,10 @@ def same(what: str, actual: Any, wanted: Any) -> None:
 
 
 def many_tensors(count: int) -> None:
-    """Compares steps of many tensors with those of one long tensor; one overflows in the last."""
+    """Compares steps of many tensors with those of one long tensor that has the same elements.
+
+    In one step, only the last tensor overflows.
+    """
     torch.manual_seed(0)
     sizes = [1 + index % 3 for index in range(count)]
     whole = Parameter(torch.randn(sum(sizes)))
@@ -82,7 +85,7 @@ def many_tensors(count: int) -> None:
 
 
 def many_elements(border: int) -> None:
-    """Steps and scans a tensor that has a few elements more than ``border``, such as 2^31."""
+    """Steps and scans a tensor that has seven elements more than ``border``, such as 2^31."""
     count = border + 7
     watched = sorted({0, 1, count // 2, count - 1, *range(border - 2, border + 3)})
     param = Parameter(torch.zeros(count, dtype=torch.bfloat16))
@@ -163,9 +166,9 @@ def make_loop() -> Callable[[int], None]:
 
 
 def many_steps(count: int) -> None:
-    """Takes steps; raises if the process holds more resources at the end than after a third.
+    """Takes ``count`` steps; raises if resources have grown in the last two thirds of them.
 
-    The first third fills the history of the scaler and pools of memory.
+    The first third of the steps fills the scaler's history and the pools of the allocator.
     """
     step = make_loop()
 
@@ -181,7 +184,7 @@ def many_steps(count: int) -> None:
     before: dict[str, int] = {}
     for number in range(count):
         if number == count // 3:
-            held()  # allocates whatever the measurement itself needs
+            held()  # a first call allocates the memory that the measurement itself needs
             before = held()
         step(number)
     after = held()

@@ -90,7 +90,7 @@ def of_python() -> Iterator[str]:
 
 
 def of_states() -> Iterator[str]:
-    """Yields the keys of state dicts: of a matrix and, if its keys differ, of a vector."""
+    """Yields the keys of states and groups; of a vector's state if they differ from a matrix's."""
     for row in corpus.ROWS:
         written = corpus.run_in_python(corpus.plan_of(row, corpus.parts_of(row)[1]))["optimizer"]
         first, second = (list(written["state"].get(index, {})) for index in (0, 1))

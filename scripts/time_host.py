@@ -6,16 +6,16 @@
     AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # another instruction set
     python scripts/time_host.py --rows kernel --elements 2048,16777216  # faster cache, main memory
 
-Run `make build` first: the checkout is timed as it is built in place. The rows are steps of AdamW,
-and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`, and under our or
-torch's scaler (`scale`, `step` and `update`). Every step gets new gradients, which are not timed.
-In rows with "cold", a pass over 64 MB evicts code and data from the caches before each step. Other
-rows time CPU kernels on one tensor of `--elements` (the default of 2^18 fits a cache), and the
-import of amp_ext after torch's.
+Run `make build` first, because the build in place of this checkout is timed. The rows of the table
+are steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with
+`max_grad_norm`, and under our or torch's scaler (`scale`, `step` and `update`). Every step gets new
+gradients, which are not timed. In rows with "cold", a pass over 64 MB evicts code and data from the
+caches before each step. Other rows time CPU kernels on one tensor of `--elements` (the default of
+2^18 fits a cache), and the import of amp_ext when torch is already imported.
 
-Each side runs in two processes. All four take turns in every row and are restarted many times, and
-the least time of each counts. The column "itself" is the larger ratio between two processes of the
-same side. A difference below it is within the noise.
+Each of the two commits runs in two processes. All four processes take turns in every row and are
+restarted many times, and the least time of each counts. The column "itself" is the larger ratio
+between two processes of the same commit. A smaller difference between the commits is noise.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ROWS = [
     f"{optimizer}, {count} tensors, {form}{cold}"
     for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
 ]
-NUMEL, SWEPT = 64, 16_000_000  # float32 elements of a parameter, and of the cache sweep
+NUMEL, SWEPT = 64, 16_000_000  # float32 elements of a parameter, and of the pass that evicts caches
 IN_CACHE = 2**18  # elements
-WIDTH = 128  # columns of the kernels' tensor, a matrix: vectors have no 8-bit second moments
-AS_LONG = 2**18  # least number of elements that a timed repetition of a kernel processes
+WIDTH = 128  # columns of the tensor in kernel rows; a vector would have no 8-bit second moments
+AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or several calls
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
 F16, BF16 = torch.float16, torch.bfloat16
 KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
-# Each entry has the dtype of parameter and gradient, an optimizer class or an operation, and the
-# options of the optimizer.
+# Maps the name of a row that times a kernel to the dtype of parameter and gradient, the name of an
+# optimizer class or operation, and the options of the optimizer.
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "AdamW fp32": (torch.float32, "AdamW", {}),
     "AdamW fp64": (torch.float64, "AdamW", {}),
@@ -87,7 +87,7 @@ SIDES = ("before", "after", "before again", "after again")
 
 
 def make_kernel(row: str) -> Callable[[], float]:
-    """Returns a function that runs the kernel of a row and returns its microseconds."""
+    """Returns a function that runs a kernel as a row of the table says, and times it in µs."""
     import amp_ext
 
     kernel, elements = row.removeprefix("kernel: ").split(" x ")
@@ -113,7 +113,7 @@ def make_kernel(row: str) -> Callable[[], float]:
 
 
 def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
-    """Returns a function that takes a step of a row and returns its microseconds."""
+    """Returns a function that takes a step as a row of the table says, and times it in µs."""
     import amp_ext
 
     name, size, form, *cold = row.split(", ")
@@ -163,8 +163,8 @@ def serve() -> None:
             is_kernel = row.startswith("kernel: ")
             steps[row] = make_kernel(row) if is_kernel else make_step(row, swept)
             steps[row]()  # creates the optimizer states
-        # Takes few steps at a time, because a busy machine interrupts long runs. A warm-up refills
-        # the caches, which other processes have used in between.
+        # Takes few steps at a time, because a busy machine interrupts long runs. One untimed step
+        # refills the caches, which other processes have used in between.
         warming = 0 if row.endswith("cold") else 1
         tensors = 1 if row.startswith("kernel: ") else int(row.split()[1])
         number = warming + max(2, warming * 40 // tensors)
@@ -176,7 +176,7 @@ def build(commit: str) -> Path:
     """Builds a commit in place, unless it is built already, and returns its folder."""
     name = subprocess.check_output(["git", "rev-parse", f"{commit}^0"], cwd=ROOT, text=True).strip()
     folder = ROOT / "build" / "time_host" / name
-    if not (folder / "amp_ext" / "_build_info.json").is_file():  # a build writes it last
+    if not (folder / "amp_ext" / "_build_info.json").is_file():  # the last file of a build
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(
             f"git archive {name} | tar -x -C '{folder}'", shell=True, cwd=ROOT, check=True
@@ -211,7 +211,7 @@ def answer(server: subprocess.Popen[str], row: str = "") -> str:
 
 
 def measure(before: Path, rows: list[str], rounds: int, turns: int) -> dict[str, dict[str, float]]:
-    """Returns the least microseconds of each side for each row.
+    """Returns for each row the least microseconds of each process, keyed by ``SIDES``.
 
     Each round starts new processes, which measure every row ``turns`` times.
     """
