@@ -60,7 +60,7 @@ def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     head = inspect.Signature(bare)
     body = ", ".join(f"{parameter.name!r}: {parameter.name}" for parameter in bare)
-    namespace: dict[str, Any] = {"inf": math.inf}  # used as a default in signatures
+    namespace: dict[str, Any] = {"inf": math.inf}  # a default value in some signatures
     exec(f"def {function.__name__}{head}: return {{{body}}}", namespace)
     return namespace[function.__name__]
 

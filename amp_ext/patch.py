@@ -78,7 +78,7 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 
     @functools.wraps(construct)
     def construct_ours(self: Any, *arguments: Any, **options: Any) -> None:
-        if type(self) is not torch_class:  # a subclass, or our class calling torch's __init__
+        if type(self) is not torch_class:  # a subclass, or our own class that calls this
             return construct(self, *arguments, **options)
         self.__class__ = our_class
         return our_class.__init__(self, *arguments, **options)

@@ -37,7 +37,7 @@ def run_program(main: Callable[[], int]) -> int:
         code = 1
     try:
         sys.stdout.flush()
-    except OSError:  # Python would flush again at exit
+    except OSError:  # otherwise Python would flush again at exit, and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

@@ -410,7 +410,7 @@ def main() -> int:
     first.save(checkpoint)
     first.run(half)
     print(f"Once more from {checkpoint}, by new objects")
-    again = Training(text, settings, 1, device)  # another seed, so that only `load` makes it equal
+    again = Training(text, settings, 1, device)  # another seed: only `load` makes it equal
     again.load(checkpoint)
     again.run(half)
 

@@ -102,7 +102,7 @@ LARGEST_LOSS_GAP = 0.01  # allowed loss increase of the GPT in nats, mean over t
 class Run:
     """Result of training the GPT with one seed."""
 
-    validations: dict[int, float]  # validation loss in nats per character, by steps taken
+    validations: dict[int, float]  # maps the steps taken to the validation loss in nats
     bytes: int  # memory per parameter between steps, including the gradient
 
     @property

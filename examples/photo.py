@@ -117,7 +117,7 @@ class Files:
 
     resume: Path | None = None  # checkpoint to load before training
     checkpoint: Path | None = None  # checkpoint to write during training
-    about: dict[str, Any] = field(default_factory=dict)  # settings that must match to resume
+    about: dict[str, Any] = field(default_factory=dict)  # settings that a resumed run must share
 
 
 def train(

@@ -55,7 +55,7 @@ class Record:
     scales: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2], by steps taken
+    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2] after so many steps
 
 
 def make_network(inputs: int, outputs: int) -> nn.Module:

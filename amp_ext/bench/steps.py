@@ -87,7 +87,7 @@ def scaled(
     """
     scaler = scaler_class(params[0].device.type, init_scale=1.0, growth_interval=2**30)
     scaler.scale(params[0].new_zeros(()))  # creates the scaler's tensors
-    clips = work.clip and scaler_class is torch.amp.GradScaler  # our optimizer clips in its step
+    clips = work.clip and scaler_class is torch.amp.GradScaler  # our optimizers clip in step()
 
     def step() -> None:
         if clips and work.scaler:

@@ -90,7 +90,7 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
         numbers = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         scaler = GradScaler(device, **numbers)
     accelerator.scaler = scaler
-    # These are functions of this module and not closures, so that accelerators can be pickled.
+    # Binds functions of this module instead of closures, so that accelerators can be pickled.
     accelerator.clip_grad_norm_ = functools.partial(_clip_grad_norm_, accelerator)
     accelerator.prepare_optimizer = functools.partial(_prepare_optimizer, accelerator)
     accelerator.native_amp = True

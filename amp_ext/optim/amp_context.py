@@ -35,7 +35,7 @@ class GradScaleAttribute:
         self.__doc__ = meaning
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name  # also the key in vars(optimizer); the descriptor has priority
+        self._name = name  # also the key in vars(optimizer), which this descriptor hides
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
         if optimizer is None:
@@ -52,7 +52,7 @@ class GradScaleAttribute:
         vars(optimizer)[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
-        vars(optimizer).pop(self._name, None)  # torch may delete it after the step already did
+        vars(optimizer).pop(self._name, None)  # the step may have deleted it before torch does
 
 
 def context_from_attributes(optimizer: Any) -> AmpStepContext:

@@ -421,7 +421,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
         if sums[0] is None and plan.ranks_of_guard() is not None:
-            sums = self._sums_over_ranks(grad_scale)  # here, because all ranks must call it
+            sums = self._sums_over_ranks(grad_scale)  # all ranks must call it, inspecting or not
         inspection = None
         if plan.inspects_next and self._has_grads():
             inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
@@ -545,7 +545,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if amp_context is not None or last is None:
             return
         if last.is_used:
-            drop_amp_context(self)  # the scaler has multiplied a scale set by hand into its own
+            drop_amp_context(self)  # the step has also used a scale that was set by hand
         elif last.scan is not None:
             self.rebuild()  # otherwise the plan would remember a scan that no step has used
 

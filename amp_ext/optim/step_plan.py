@@ -124,7 +124,7 @@ class StepPlan:
     def over_all_ranks(
         self, optimizer: Any, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> GradScan:
-        """Combines the results of a scan over all ranks, if parameters or the norm need it.
+        """Returns the result of a scan, combined over the ranks that share parameters or a guard.
 
         Args:
             optimizer: The optimizer of the plan.
