@@ -113,8 +113,7 @@ def operation(
         def kernel(*values: Any) -> Any:  # torch omits trailing arguments that have default values
             return function(**_deep(types, iter(values)))
 
-        # Only arguments after the last tensor have defaults, so that a later release can append
-        # arguments.
+        # Only arguments after the last tensor have defaults: later releases append more of them.
         last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(

@@ -42,10 +42,7 @@ def is_flattened(param: Tensor) -> bool:
 
 
 def is_flat(param: Tensor) -> bool:
-    """Returns True for a flat parameter of FSDP1.
-
-    All parameters of a wrapped module are flat, unless ``use_orig_params=True`` is set.
-    """
+    """Returns True for a flat parameter of FSDP1; all are without ``use_orig_params=True``."""
     return getattr(param, "_is_flat_param", False)
 
 

@@ -47,10 +47,7 @@ def same(what: str, actual: Any, wanted: Any) -> None:
 
 
 def many_tensors(count: int) -> None:
-    """Compares steps of many tensors with those of one long tensor that has the same elements.
-
-    In one step, only the last tensor overflows.
-    """
+    """Compares steps of many tensors with those of one long one; the last overflows in one step."""
     torch.manual_seed(0)
     sizes = [1 + index % 3 for index in range(count)]
     whole = Parameter(torch.randn(sum(sizes)))

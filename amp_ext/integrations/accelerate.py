@@ -17,8 +17,7 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Supported values of accelerator.distributed_type. For others, such as FSDP, Accelerate uses other
-# scalers.
+# Supported values of accelerator.distributed_type; FSDP and others have scalers of their own.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
