@@ -111,11 +111,6 @@ def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
         yield Advice(dimension, 1, size, multiple, -(-size // multiple) * multiple)
 
 
-def _multiple_of_vocabulary(size: int) -> int:
-    """Returns the multiple for a vocabulary. A small vocabulary counts as any other dimension."""
-    return VOCABULARY_MULTIPLE if size >= VOCABULARY_MULTIPLE else MULTIPLE
-
-
 def _of_model(model: nn.Module) -> Iterator[Advice]:
     vocabulary = _vocabulary(model)
     # Maps the width of attention layers to the least common multiple of their numbers of heads.
@@ -139,7 +134,7 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
             yield from _pad(
                 f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
                 size,
-                _multiple_of_vocabulary(size) if is_vocabulary else MULTIPLE * heads.get(size, 1),
+                VOCABULARY_MULTIPLE if is_vocabulary else MULTIPLE * heads.get(size, 1),
             )
 
 
@@ -187,15 +182,14 @@ def _of_config(model: Any) -> Iterator[Advice]:
                 raise ValueError(
                     f"tensor_core_advice: {prefix}{name} must be a positive int, got {size!r}"
                 )
-        shared_by = 1  # least common multiple of the numbers of heads that share the width
-        for name in _HEADS if named.keys().isdisjoint(_HEAD_WIDTHS) else ():
-            shared_by = math.lcm(shared_by, named.get(name, 1))
+        multiples = dict.fromkeys(_NAMES, MULTIPLE) | dict.fromkeys(_HEADS, 1)  # 1: no padding
+        if named.keys().isdisjoint(_HEAD_WIDTHS):
+            heads = math.lcm(*(named.get(name, 1) for name in _HEADS))  # they share the width
+            multiples |= dict.fromkeys(_WIDTHS, MULTIPLE * heads)
+        if named.get("vocab_size", 0) >= VOCABULARY_MULTIPLE:
+            multiples["vocab_size"] = VOCABULARY_MULTIPLE
         for name, size in named.items():
-            if name == "vocab_size":
-                yield from _pad(f"{prefix}{name}", size, _multiple_of_vocabulary(size))
-            elif name not in _HEADS:
-                multiple = MULTIPLE * shared_by if name in _WIDTHS else MULTIPLE
-                yield from _pad(f"{prefix}{name}", size, multiple)
+            yield from _pad(f"{prefix}{name}", size, multiples[name])
 
 
 def _joined(rows: Iterable[Advice]) -> list[Advice]:
