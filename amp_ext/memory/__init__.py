@@ -54,7 +54,7 @@ NOT_COUNTED = (
     "for a number instead of a model: what 8-bit states of small or odd parameters take more",
 )
 
-_COUNT = re.compile(r"(\d{1,3}(?:[,_]\d{3})+|\d+)(\.\d+)?(?:e\+?(\d{1,2}))?\s*([kmbt]?)", re.I)
+_COUNT = re.compile(r"((?:\d{1,3}(?:[,_]\d{3})+|\d+)(?:\.\d+)?(?:e\+?\d\d?)?)\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _BLOCK = 32  # elements of a block, which share an exponent
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -255,9 +255,7 @@ def parse_count(text: int | float | str) -> int:
     """
     match = _COUNT.fullmatch(str(text).strip())
     if match:
-        whole, fraction, exponent, suffix = match.groups(default="")
-        digits = Fraction(re.sub("[,_]", "", whole) + fraction)
-        number = digits * 10 ** int(exponent or 0) * _SUFFIXES[suffix.lower()]
+        number = Fraction(re.sub("[,_]", "", match[1])) * _SUFFIXES[match[2].lower()]
         if number.denominator == 1 and 1 <= number <= 10**18:
             return int(number)
     raise ValueError(
