@@ -124,12 +124,12 @@ class WeightAverage:
         self._is_removed = False
         _averages.add(self)
 
-    optimizer = _argument("optimizer", "The optimizer whose steps it follows.")
-    decay = _argument("decay", 'What the average keeps of itself each time, or "equal".')
-    every = _argument("every", "How many steps that landed there are to an average.")
-    dtype = _argument("dtype", "Of the averages.")
+    optimizer = _argument("optimizer", "The optimizer whose weights are averaged.")
+    decay = _argument("decay", 'The decay of the average, or "equal" for equal weights.')
+    every = _argument("every", "The number of applied steps between two updates of the average.")
+    dtype = _argument("dtype", "The dtype of the averages.")
     model = _argument("model", "The model that gives the parameters their names, or None.")
-    warmup = _argument("warmup", "Whether the decay grows.")
+    warmup = _argument("warmup", "Whether the decay grows at the start.")
 
     def __repr__(self) -> str:
         """Returns the arguments, with the class names of the optimizer and the model."""
