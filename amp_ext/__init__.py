@@ -4,14 +4,13 @@ from typing import TYPE_CHECKING, Any
 
 from amp_ext import compiled_ops, memory, ops, optim, tensor_core, training
 from amp_ext.clip_grad import clip_grad_norm_
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
 from amp_ext.patch import patch_torch
-from amp_ext.scaler_stats import ScalerHistory, ScalerStats
+from amp_ext.scaler import GradScaler, ScalerHistory, ScalerStats
 
 if TYPE_CHECKING:
     from amp_ext.load_planner import LoadPlanner
-    from amp_ext.sharded_grad_scaler import ShardedGradScaler
+    from amp_ext.scaler.sharded import ShardedGradScaler
 
 __version__ = "0.1.0"
 
@@ -47,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
         return LoadPlanner
     if name == "ShardedGradScaler":
-        from amp_ext.sharded_grad_scaler import ShardedGradScaler
+        from amp_ext.scaler.sharded import ShardedGradScaler
 
         return ShardedGradScaler
     raise AttributeError(f"module 'amp_ext' has no attribute {name!r}")

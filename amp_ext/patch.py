@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_ext import ops, optim
-from amp_ext.grad_scaler import GradScaler as FusedScaler
+from amp_ext.scaler import GradScaler as FusedScaler
 
 
 class GradScaler(torch.cuda.amp.GradScaler, FusedScaler):

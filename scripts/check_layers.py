@@ -58,6 +58,9 @@ OF_PYTHON = re.compile(
     r"pybind11/|Python\.h|torch/(torch|all|extension|python)\.h"
     r"|torch/csrc/(Exceptions|THP|Export|python|utils/py)"
 )
+OF_SCALER = re.compile(
+    r"amp_ext\.(scaler|(sharded_)?grad_scaler|scaler_stats|(Sharded)?GradS\w+)\b"
+)
 CUDA = re.compile(r"cuda|cub/|thrust/|cooperative_groups|nv|c10/cuda/|ATen/cuda/")
 
 
@@ -158,11 +161,13 @@ def check_imports() -> Iterator[tuple[Path, int, str]]:
         for line, name in imports(path, ast.parse(path.read_text())):
             if re.match(r"amp_ext\._C\b", name) and inside not in ("binary.py", "ops.py"):
                 yield path, line, "only ops.py knows _C, which binary.py loads"
-            is_of_scaler = re.fullmatch(r"(grad_scaler|scaler_\w+|amp_protocol)\.py", inside)
-            if is_of_scaler and re.match(r"amp_ext\.optim\b", name):
-                yield path, line, f"the scaler must not import {name}"
-            if inside.startswith("optim/") and re.match(r"amp_ext\.(grad_scaler|GradS)", name):
-                yield path, line, f"an optimizer must not import {name}"
+            is_protocol = inside == "amp_protocol.py"
+            is_of_scaler = inside.startswith("scaler/") or inside == "scaler_ranges.py"
+            is_optimizer = inside.startswith("optim/")
+            if (is_of_scaler or is_protocol) and re.match(r"amp_ext\.optim\b", name):
+                yield path, line, f"the scaler and its protocol must not import {name}"
+            if (is_optimizer or is_protocol) and OF_SCALER.match(name):
+                yield path, line, f"an optimizer and its protocol must not import {name}"
 
 
 def check_openings() -> Iterator[tuple[Path, int, str]]:

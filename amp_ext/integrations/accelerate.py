@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from amp_ext.clip_grad import clip_grad_norm_ as measure_grad_norm
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
+from amp_ext.scaler import GradScaler
 
 _module = import_client("accelerate.optimizer", at_least="1.10", below="2")
 _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.amp.grad_scaler import OptState
 
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
+from amp_ext.scaler import GradScaler
 
 # The package pytorch_lightning is the same library, but its Trainer refuses plugins of lightning.
 _IN_PYTORCH_LIGHTNING = (

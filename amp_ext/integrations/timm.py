@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from amp_ext import optim
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.integrations import import_client
+from amp_ext.scaler import GradScaler
 
 _NativeScaler: Any = import_client("timm.utils", at_least="1.0.12", below="2").NativeScaler
 _factory = import_client("timm.optim._optim_factory", at_least="1.0.12", below="2")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import keys_in_order
@@ -23,6 +22,7 @@ from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
 from amp_ext.plain_numbers import with_plain_numbers
+from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig

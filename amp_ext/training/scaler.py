@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from amp_ext.grad_scaler import GradScaler
+from amp_ext.scaler import GradScaler
 
 #: Lower limit of the loss scale, at which only gradients above about 2**32 overflow in float16.
 SMALLEST_SCALE = 2.0**-16

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from amp_ext.amp_protocol import to_device
 from amp_ext.clip_grad import clip_grad_norm_
-from amp_ext.grad_scaler import GradScaler
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
+from amp_ext.scaler import GradScaler
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics

@@ -11,7 +11,7 @@ from harness import ranks
 from harness.rows import rows
 
 import amp_ext
-from amp_ext.sharded_grad_scaler import ShardedGradScaler
+from amp_ext.scaler.sharded import ShardedGradScaler
 
 pytestmark = ranks.needs_gloo
 

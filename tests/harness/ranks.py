@@ -33,7 +33,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_ext
-from amp_ext.sharded_grad_scaler import ShardedGradScaler
+from amp_ext.scaler.sharded import ShardedGradScaler
 from amp_ext.sharding import global_offset, local_tensor
 from harness import HANGS
 from harness.edge_shapes import BF16, F16, F32, F64

@@ -241,7 +241,7 @@ def assert_needs_reset(scaler: Any, optimizer: Any) -> None:
 def test_an_unscale_that_ranks_do_not_agree_on_spends_the_iteration(device, monkeypatch):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
     with monkeypatch.context() as patch:
-        patch.setattr(scaler, "_agree_over_group", interrupt)
+        patch.setattr("amp_ext.scaler.grad_scaler._agree_over_group", interrupt)
         with pytest.raises(Interrupt):
             scaler.unscale_(optimizer)
     assert_needs_reset(scaler, optimizer)

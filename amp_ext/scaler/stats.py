@@ -1,0 +1,108 @@
+"""Counts, history and log messages of the updates of a gradient scaler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_ext import ops
+from amp_ext.history_plot import Marks, plot_over_time
+
+__all__ = ["ScalerHistory", "ScalerStats", "mark_update", "report", "wait_for", "warn_of_scale"]
+
+_LOGGER = logging.getLogger("amp_ext")
+
+
+@dataclass(frozen=True)
+class ScalerStats:
+    """Counts of a scaler since it was constructed, unpickled or copied.
+
+    All values are those after the last update that the device has finished.
+
+    Attributes:
+        updates: Number of updates.
+        steps: Number of updates in whose iteration every optimizer stepped.
+        skips: Number of updates in whose iteration the step of an optimizer was skipped.
+        consecutive_skips: Number of skips in a row up to the last update; 0 if that had none.
+        scale: Loss scale. A scale set by ``update(new_scale)`` shows after the next update.
+        smallest_scale: Smallest scale so far.
+        largest_scale: Largest scale so far.
+        last_nonfinite: Name of the first tensor with inf or NaN at the last skip that found one on
+            this rank, or None: "layer.weight", or "group 0, param 3" if the optimizer was
+            constructed without names (``named_parameters()``).
+    """
+
+    updates: int
+    steps: int
+    skips: int
+    consecutive_skips: int
+    scale: float
+    smallest_scale: float
+    largest_scale: float
+    last_nonfinite: str | None
+
+
+@dataclass(frozen=True)
+class ScalerHistory:
+    """The last 4,096 updates that the device has finished, oldest first.
+
+    Attributes:
+        updates: Numbers of the updates, from 1.
+        scales: Loss scale during the step before each update.
+        skipped: True for each update whose step was skipped.
+    """
+
+    updates: list[int]
+    scales: list[float]
+    skipped: list[bool]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Plots the loss scale over the updates, with a cross at each skipped step, and saves it.
+
+        Args:
+            path: File of the picture, such as "scale.png"; its extension sets the format.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        marks = Marks("skipped step", self.skipped)
+        plot_over_time(path, ("update", "loss scale"), self.updates, self.scales, marks, base=2)
+
+
+def mark_update(event: torch.cuda.Event | None, device: torch.device) -> torch.cuda.Event | None:
+    """Records an event after the update that was just launched; returns None within a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = event or torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_for(event: torch.cuda.Event | None, scale: Tensor | None) -> None:
+    """Waits until the device of the scale has finished the update that :func:`mark_update` saw."""
+    if scale is None or not scale.is_cuda:
+        return
+    if event is not None:
+        event.synchronize()
+    else:  # the update is in a CUDA graph, which may be running
+        torch.cuda.synchronize(scale.device)
+
+
+def report(scale: Tensor, settled: str, skips: str, is_too_small: bool) -> None:
+    """Logs the messages of the last finished update and warns of a scale that is too small."""
+    if settled:
+        _LOGGER.info(settled)
+    if skips:
+        _LOGGER.warning(skips)
+    if is_too_small:
+        warn_of_scale(scale.item(), stacklevel=4)
+
+
+def warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
+    """Warns that the inverse of the scale is not finite."""
+    warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)
