@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from amp_ext.amp_protocol import to_device
 from amp_ext.clip_grad import clip_grad_norm_
@@ -16,15 +19,19 @@ from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
+from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
 from amp_ext.scaler import GradScaler
+from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in, one_number
 from amp_ext.training.metrics import StepMetrics
-from amp_ext.training.saved_trainer import SavedTrainer, Scheduler
 from amp_ext.training.scaler import create_fp16_grad_scaler
+from amp_ext.training.trainer_state import file_of, listed, load_file, load_state, state_of
+
+Scheduler = LRScheduler | WeightDecayScheduler
 
 
-class MixedPrecisionTrainer(SavedTrainer):
+class MixedPrecisionTrainer:
     """Trains a module in mixed precision, with one call per batch.
 
     ::
@@ -103,7 +110,7 @@ class MixedPrecisionTrainer(SavedTrainer):
         _check_type("model", model, nn.Module)
         _check_type("optimizer", optimizer, torch.optim.Optimizer)
         _check_type("config", config, MixedPrecisionConfig)
-        for each in scheduler if isinstance(scheduler, Sequence) else [scheduler]:
+        for each in listed(scheduler):
             _check_scheduler(each)
         params = params_of(optimizer)
         _check_params(params, config)
@@ -222,6 +229,30 @@ class MixedPrecisionTrainer(SavedTrainer):
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
 
+    def finish_scheduler_step(self) -> None:
+        """Steps the scheduler unless the last optimizer step was skipped; waits for that step.
+
+        ``train_step`` calls this just before the next optimizer step, because at first only the GPU
+        knows whether a step was skipped. Each step uses the right learning rate, but between two
+        steps ``scheduler.get_last_lr()`` may be one step behind. :meth:`flush` and
+        :meth:`state_dict` call this too. If the scheduler raises an exception, :meth:`state_dict`
+        and :meth:`save` only warn, so that no checkpoint is lost.
+        """
+        if not self._scheduler_is_due or self.scheduler is None:
+            return
+        guard = self._guard()
+        if self.scaler is not None:
+            is_skipped = self.scaler.last_step_skipped(self.optimizer, wait=True)
+        else:
+            is_skipped = guard is not None and guard.last_step_skipped(wait=True)
+        self._scheduler_is_due = False  # set first, so that an exception is not raised again
+        if not is_skipped:
+            for scheduler in listed(self.scheduler):
+                scheduler.step()
+
+    def _guard(self) -> NormGuard | None:
+        return None if self._fused is None else self._fused.norm_guard
+
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
         with self._autocast(self._mixed and not self._in_16_bits):
             if isinstance(inputs, Mapping):
@@ -279,6 +310,89 @@ class MixedPrecisionTrainer(SavedTrainer):
             self.finish_scheduler_step()
         averaged = None if self.average is None else self.average.n_averaged.clone()
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped, averaged)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the training, except for the model and the random generators.
+
+        The dict has the states of the optimizer, scaler, scheduler, norm guard and average, and the
+        accumulated gradients: a resumed run is bit-identical even in the middle of an accumulation.
+        Its tensors are not copies, as in an optimizer's ``state_dict()``; later steps change them.
+        """
+        try:
+            self.finish_scheduler_step()
+        except Exception as error:
+            warnings.warn(
+                f"MixedPrecisionTrainer: the scheduler's step raised {type(error).__name__}: "
+                f"{error}. The state is returned with the scheduler as it is now.",
+                stacklevel=2,
+            )
+        return state_of(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores the state of :meth:`state_dict`. Load the model first, or use :meth:`load`.
+
+        The state may come from another precision: if this trainer has no scaler, a saved one is
+        ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
+        state, a norm guard keeps its statistics and an average restarts. After any error or
+        interrupt, nothing has changed.
+
+        Args:
+            state_dict: The result of ``state_dict()``.
+
+        Raises:
+            KeyError: If an entry is missing.
+            ValueError: If the number of schedulers differs, or the accumulated batches do not fit
+                this trainer.
+        """
+        load_state(self, "MixedPrecisionTrainer.load_state_dict", state_dict)
+
+    def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
+        """Writes a checkpoint file from which :meth:`load` resumes with bit-identical results.
+
+        The file has the state of the model, the result of :meth:`state_dict`, torch's random
+        generators (of the CPU and all GPUs) and ``extra``. It replaces an older file atomically: a
+        process that is killed leaves the old file or the new one, and maybe a temporary
+        ``<name>.<16 digits>.tmp``, which can be deleted. The file keeps the mode of the old file,
+        and a symbolic link keeps pointing to it. All dicts in it are plain ones, so that C++
+        programs can read it.
+
+        Waits for the device. If several processes train together, only one of them should save.
+
+        Args:
+            path: Path of the file, in an existing folder.
+            extra: Further data of the caller, such as the epoch, the position in the data or the
+                state of a generator: tensors, numbers, strings, None, and lists, tuples, sets and
+                dicts of these.
+
+        Raises:
+            ValueError: If parameters are sharded over ranks, if ``torch.load`` would refuse a value
+                with ``weights_only=True``, or if the path is a folder, device, pipe or socket.
+            OSError: If the file can't be written. The old file is still there after any error.
+        """
+        write_checkpoint("MixedPrecisionTrainer.save", file_of(self, extra), path)
+
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
+
+        After an error or an interrupt, the model, the optimizer and the generators are as before;
+        to restore them, the call holds a copy of the model. Reads with ``weights_only=True``. The
+        file may come from another precision or device. Generators of missing GPUs are skipped.
+
+        Args:
+            path: Path of the file.
+
+        Returns:
+            The ``extra`` that was saved.
+
+        Raises:
+            KeyError: If an entry is missing.
+            ValueError: If parameters are sharded over ranks, or :meth:`load_state_dict` raises it.
+            RuntimeError: If the model's parameters have other names or shapes.
+            OSError: If the file does not exist or can't be read.
+        """
+        return load_file(self, path)
 
 
 def _scaler_for(
@@ -345,8 +459,6 @@ def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
 
 def _check_scheduler(scheduler: Any) -> None:
     """Checks that a scheduler can be saved, and that its ``step`` needs no arguments."""
-    if scheduler is None:
-        return
     lacks = [
         name
         for name in ("step", "state_dict", "load_state_dict")
