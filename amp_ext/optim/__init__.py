@@ -1,4 +1,4 @@
-"""Optimizers with the constructors of torch.optim, one fused kernel each, and float32 masters."""
+"""Fused optimizers with the constructors of torch.optim and with float32 masters."""
 
 from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.checkpoints import float32_state_dict

@@ -56,7 +56,7 @@ class GradScaleAttribute:
 
 
 def context_from_attributes(optimizer: Any) -> AmpStepContext:
-    """Returns the values of ``grad_scale`` and ``found_inf``, None for one that is not set."""
+    """Returns a context with ``grad_scale`` and ``found_inf``; each is None if it is not set."""
     context = vars(optimizer).get
     return AmpStepContext(context("grad_scale"), context("found_inf"))
 
@@ -74,7 +74,7 @@ def context_from_scaler(scaler: Any, optimizer: Any, operation: str) -> AmpStepC
 
     Raises:
         TypeError: If ``scaler`` is not a gradient scaler.
-        RuntimeError: If it has not scaled a loss yet, or has already stepped the optimizer.
+        RuntimeError: If the scaler has not scaled a loss yet, or has already stepped the optimizer.
     """
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(

@@ -50,7 +50,7 @@ def _in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
 def saved_state_dict(
     optimizer: FusedOptimizer, state_dict_of_torch: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the state dict of an optimizer, which the caller has already checked.
+    """Returns the state dict of an optimizer that the caller has already checked.
 
     Args:
         optimizer: The optimizer to save.
@@ -73,10 +73,10 @@ def saved_state_dict(
 def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
 
-    The dict loads into torch's optimizer of the same name, and into ours with any options; if these
-    ask for states of low precision, the load rounds to nearest. float64 states stay float64. To
-    resume a run, save ``state_dict()`` instead, because it keeps the bits of low-precision states.
-    ``optimizer.master_params()`` returns the weights in float32.
+    The dict loads into torch's optimizer of the same name, and into our optimizers with any
+    options. If the options ask for states of low precision, the load rounds the values to nearest.
+    float64 states stay float64. To resume a run, save ``state_dict()`` instead, because it keeps
+    the bits of low-precision states. ``optimizer.master_params()`` returns the weights in float32.
 
     Args:
         optimizer: One of :mod:`amp_ext.optim`.
@@ -133,8 +133,8 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
     Raises:
         KeyError: If the dict is not the state dict of an optimizer.
         TypeError: If an option is of a wrong type.
-        ValueError: If another class wrote the dict, it does not match the groups, or a part of it
-            is missing or does not fit.
+        ValueError: If another class wrote the dict, the dict does not match the groups, or a part
+            of the dict is missing or does not fit.
     """
     operation, own_groups = operation_of(optimizer), optimizer.param_groups
     _check_layout(operation, state_dict)
@@ -167,7 +167,8 @@ def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     """Checks that each state of an optimizer belongs to a parameter in its groups.
 
     Raises:
-        ValueError: If a state does not, because torch's ``state_dict`` has no key for such a state.
+        ValueError: If a state belongs to no parameter in a group, because torch's ``state_dict``
+            has no key for such a state.
     """
     registered = set(map(id, params_of(optimizer)))
     for param in optimizer.state:
@@ -208,8 +209,8 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
 def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Restores the options of groups without parameters, if torch has dropped them.
 
-    ``set_optimizer_state_dict`` of torch drops the options of such a group, unless it is the last
-    group. The group then gets the options that it has in the optimizer.
+    torch's ``set_optimizer_state_dict`` drops the options of every group without parameters, except
+    those of the last group. A group without options gets the options that it has in the optimizer.
     """
     groups = list(state_dict["param_groups"])
     for index, group in enumerate(own[: len(groups)]):
@@ -241,7 +242,7 @@ def _without_unused_moments(
 
 
 def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Checks that a state dict has what the optimizer needs and nothing that changes its steps."""
+    """Checks that a state dict has all required options, and nothing that would change steps."""
     described, own = optimizer.description, optimizer.param_groups
     own_keys = {key for group in own for key in group if isinstance(key, str)}
     ops.check_saved_groups(
@@ -256,7 +257,7 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
-    """Copies a step count in a group into the states of the group's parameters.
+    """Copies the step count of a group, if it has one, into the states of its parameters.
 
     FusedAdam of apex and TransformerEngine counts the steps of a whole group.
     """
@@ -279,8 +280,8 @@ def _in_order_of_names(
 ) -> list[Options]:
     """Returns the groups of a file, with their state keys in the order of our parameters.
 
-    If both sides have the same parameter names, parameters are matched by name, otherwise by
-    position. Keys that are names themselves, or keys of parameters flattened by
+    If the file and the optimizer have the same parameter names, parameters are matched by name,
+    otherwise by position. Keys that are names themselves, or keys of parameters flattened by
     FullyShardedDataParallel, stay in place: the code that wrote them has already matched the names,
     but left ``param_names`` in the order of the file.
     """
@@ -309,7 +310,7 @@ def _in_order_of_names(
 
 
 def _names_in(group: Options) -> list[str]:
-    """Returns the names of the parameters in a group; an empty list unless each has one."""
+    """Returns the names of a group's parameters, or an empty list if a parameter has no name."""
     names = group.get("param_names")
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         return []
@@ -382,7 +383,7 @@ def _has_layout(mapping: Mapping[Any, Any]) -> bool:
 
 
 def _what_is_not_read(state_dict: Mapping[str, Any]) -> str:
-    """Returns a note for an error, if a dict has masters that no load reads; otherwise ""."""
+    """Returns a note for an error if a dict has masters that can't be loaded, otherwise ""."""
     masters = [key for key in state_dict if str(key).startswith("fp32_")]
     if not masters:
         return ""

@@ -46,11 +46,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
     The constructor of a subclass declares the options in its signature, and its attribute
-    ``_hyperparameters_class`` names the description of the optimizer in the compiled module, which
-    also has the formula. float16 and bfloat16 parameters have a float32 master in their state,
-    ``state[param]["master_param"]``, unless the group says ``master_weights=False``. Buffers, such
-    as moments, have the group's ``state_dtype`` (float64 for float64 parameters), or the
-    parameter's dtype if ``state_dtype`` is None. Buffers quantized to 8 bits have other keys.
+    ``_hyperparameters_class`` names the description of the optimizer in the compiled module. The
+    compiled module also has the formula of the step. float16 and bfloat16 parameters have a float32
+    master in their state, ``state[param]["master_param"]``, unless the group says
+    ``master_weights=False``. Buffers, such as moments, have the group's ``state_dtype`` (float64
+    for float64 parameters), or the parameter's dtype if ``state_dtype`` is None. Buffers quantized
+    to 8 bits have other keys.
 
     A gradient scaler passes ``grad_scale`` and ``found_inf`` for one step. The kernel unscales the
     gradients, and a step whose ``found_inf`` is not 0 writes nothing; the host does not read the
@@ -69,16 +70,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
-            stores only the 16 bits that the parameter lacks: both together are the master, exactly
-            (except below 2^-16 for float16, where it is within 2^-40), and if other code writes the
-            parameter, the master follows. "split8" stores only 8 more bits, so that the master has
-            a relative error of at most 2^-15.
+            stores only the 16 bits that the parameter lacks. Parameter and stored bits together are
+            the exact master (for float16 parameters below 2^-16, within 2^-40), so the master
+            follows if other code writes the parameter. "split8" stores only 8 of these bits, so
+            that the master has a relative error of at most 2^-15.
         state_dtype: Dtype of the buffers: torch.float32, torch.bfloat16, or None for the
-            parameter's. "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of the
-            second moments, and second moments in bfloat16. "8bit" stores second moments in 8 bits
-            as well, with one exponent for each 32 elements of a row. They stay in bfloat16 if a
-            parameter has fewer than 4096 elements or only one dimension, if the length of its rows
-            is not a multiple of 32, or if it is not contiguous. SGD and Lion have no second
+            parameter's dtype. "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of
+            the second moments, and second moments in bfloat16. "8bit" stores second moments in 8
+            bits as well, with one exponent for each 32 elements of a row. Second moments stay in
+            bfloat16 if the parameter has fewer than 4096 elements or only one dimension, if its row
+            length is not a multiple of 32, or if it is not contiguous. SGD and Lion have no second
             moments: both settings store their first moments in 8 bits with such exponents, or in
             bfloat16 under the same conditions.
         rounding: Rounding of values stored in 16 or 8 bits: "nearest" or "dither". "dither" rounds
@@ -91,7 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
             value, inside the step; the norm before clipping is then in ``grad_norm``. None neither
             measures nor clips, 0 makes every gradient 0. Must be the same in all groups.
-        clip_value: Clips each element of the unscaled gradients to this magnitude, after the norm.
+        clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN, and leaves them out
             of the norm. A gradient scaler still skips the whole step. Must be the same in all
             groups.
@@ -125,10 +126,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Marks a subclass that defines ``step``, so that scalers unscale the gradients before it.
 
-        Otherwise its step would read scaled gradients, and might write after an overflow. A
-        subclass whose step unscales and skips, for example by calling its parent's step, sets
-        ``_step_supports_amp_scaling`` to True itself. A class that inherits ``step`` from a wrapper
-        such as Lightning's is not marked, because the wrapper calls the step that it wraps.
+        Without the mark, its step would read scaled gradients, and might write parameters after an
+        overflow. A subclass whose step unscales and skips, for example by calling its parent's
+        step, sets ``_step_supports_amp_scaling`` to True itself. A class that inherits ``step``
+        from a wrapper such as Lightning's is not marked, because the wrapper calls the step that it
+        wraps.
         """
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -309,15 +311,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def master_params(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
         """Returns the float32 master of each parameter, or the parameter itself if it has none.
 
-        Use them for averages of weights, because 16-bit weights lose small changes. Only read the
-        tensors: later steps write them (they are detached), and after ``load_state_dict`` this must
-        be called again. Missing states are created, as by :meth:`init_state`. A change of a
-        parameter by other code shows in its master after the next step or :meth:`refresh_masters`.
-        For a split master, a joined copy is returned, which later steps do not write.
+        Use the masters for averages of weights, because 16-bit weights lose small changes. The
+        returned tensors are detached. Do not write them, because later steps write them. After
+        ``load_state_dict``, call this method again. Missing states are created, as by
+        :meth:`init_state`. A change of a parameter by other code shows in its master after the next
+        step or :meth:`refresh_masters`. For a split master, a joined copy is returned, which later
+        steps do not write.
 
         Args:
-            params: Parameters in the order wanted, such as ``model.parameters()``. A parameter of
-                another optimizer is returned itself. None for all parameters, group by group.
+            params: Parameters in the order wanted, such as ``model.parameters()``. For a parameter
+                of another optimizer, the parameter itself is returned. None for all parameters,
+                group by group.
 
         Example:
             >>> average = copy.deepcopy(model).float()
@@ -346,7 +350,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return with_step_hooks(func)
 
-    @_disable_dynamo  # runs eagerly in compiled programs; imports dynamo only when called
+    # Keeps step() out of compiled graphs, and delays the import of dynamo until the first call.
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient.
 
@@ -357,11 +362,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             The return value of the closure, or None without a closure.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit
-                its parameter, a scaler's step calls this twice, or there is a closure while a
-                scaler steps. Nothing has been written then. Also if a kernel launch fails: a note
-                on the error says how many parameters have been stepped, each with its states and
-                its master. If any was, later steps are refused until ``load_state_dict``.
+            RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit its
+                parameter, a scaler's step calls this twice, or there is a closure while a scaler
+                steps. After these errors nothing has been written. The error is also raised if a
+                kernel launch fails. Its note then says how many parameters have been stepped, each
+                with its states and master. If a parameter was stepped, later steps raise an error
+                until ``load_state_dict`` is called.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If no parameter had a gradient when a scaler scanned them, and one has
                 now.
@@ -399,7 +405,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         plan, grad_scale = self._plan, amp_context.grad_scale
         guard = plan.norm_guard
         if guard is not None:
-            guard.warn_if_blind()  # before anything is written, because a warning may be an error
+            guard.warn_if_blind()  # before any write, because a warning may be raised as an error
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
@@ -421,7 +427,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
         if sums[0] is None and plan.ranks_of_guard() is not None:
-            sums = self._sums_over_ranks(grad_scale)  # all ranks must call it, inspecting or not
+            # All ranks must make this call, even if only some of them inspect the step.
+            sums = self._sums_over_ranks(grad_scale)
         inspection = None
         if plan.inspects_next and self._has_grads():
             inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
@@ -436,7 +443,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the compiled plan with the groups and states as they are now.
 
-        Registers the parameters again and repeats the call if they or the options have changed.
+        If the parameters or the options have changed, registers the parameters again and repeats
+        the call.
 
         Args:
             operation: Name of the operation, for errors.
@@ -465,7 +473,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return answer
 
     def _note_what_is_stepped(self, error: Exception, amp_context: AmpStepContext) -> None:
-        """Adds a note to an error of a step: how many parameters have been stepped, or none."""
+        """Adds a note about the number of stepped parameters to an error of a step."""
         if amp_context.is_used:
             note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
@@ -490,7 +498,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_no_grads(self) -> None:
-        """Raises if there are gradients now, although there were none when the scaler scanned."""
+        """Raises an error if a parameter has a gradient now, but had none in the scaler's scan."""
         if self._has_grads():
             raise AssertionError(NOTHING_WAS_SCANNED)
 
@@ -510,8 +518,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 overflow.
 
         Returns:
-            The result. Its flags are, for each device that holds a gradient, a copy of
-            ``found_inf`` that is set to 1 if a gradient on the device is inf or NaN. If parameters
+            The result of the scan. For each device that holds a gradient it has a flag: a copy of
+            ``found_inf`` that is set to 1 if a gradient on the device has inf or NaN. If parameters
             are sharded, the gradients of all ranks count.
         """
         return self._scan(found_inf, grad_scale)
@@ -545,7 +553,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if amp_context is not None or last is None:
             return
         if last.is_used:
-            drop_amp_context(self)  # the step has also used a scale that was set by hand
+            drop_amp_context(self)  # also a scale set by hand, which the step has used
         elif last.scan is not None:
             self.rebuild()  # otherwise the plan would remember a scan that no step has used
 
@@ -556,8 +564,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor | None:
         """Norm of the unscaled gradients at the last step, one float32 on the parameters' device.
 
-        Later steps overwrite it: clone it to keep it. None without ``max_grad_norm``, unless norms
-        are tracked or there is a guard.
+        Later steps overwrite the tensor, so clone it to keep the value. None without
+        ``max_grad_norm``, unless norms are tracked or there is a guard.
         """
         return self._plan.compiled.grad_norm
 
@@ -576,7 +584,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def track_grad_norms(self) -> bool:
         """Whether every step keeps the norm of each gradient.
 
-        It costs a pass over the gradients, unless a scaler or ``max_grad_norm`` scans them anyway.
+        The norms cost a pass over the gradients, unless a scaler or ``max_grad_norm`` scans them
+        anyway.
 
         Raises:
             TypeError: If set to anything but a bool.
@@ -665,11 +674,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what the coming step would do to each parameter, and stores nothing.
 
         Call it between the backward pass and the step, also after ``unscale_`` and
-        ``clip_grad_norm_``. It takes the real step, with all options, on a copy of one parameter
-        after another, so it returns exactly what the step would do now. It takes as long as about
-        ten steps, or more with small tensors, and the memory of one parameter with its states. If
-        parameters are sharded, or the scaler or the guard has a process group, all ranks have to
-        call it together; the results are about the unsharded parameters.
+        ``clip_grad_norm_``. The method runs the real step, with all options, on a copy of one
+        parameter after another, so the result is exactly what the step would do now. The call is as
+        slow as about ten steps, or slower with small tensors, and needs memory for one parameter
+        with its states. If parameters are sharded, or the scaler or the guard has a process group,
+        all ranks have to call it together; the results are about the unsharded parameters.
 
         Args:
             scaler: The gradient scaler that will step the optimizer, ours or torch's. With None,
@@ -679,7 +688,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: If there is no gradient, a step has used the present gradients, the scaler
                 has scaled nothing, or :meth:`step` would raise.
             TypeError: If ``scaler`` is no scaler.
-            ValueError: If :meth:`step` would raise one.
+            ValueError: If :meth:`step` would raise a ValueError.
 
         Example:
             >>> scaler.scale(loss).backward()
@@ -691,10 +700,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def inspect_next(self) -> None:
         """Makes the next step store in :attr:`inspection` what :meth:`inspect` would return.
 
-        Call it at any time; it needs no scaler. If that step has no gradients, is refused, or is
-        not even called by the scaler (after an overflow, if gradients are unscaled before the
-        step), the step after it is inspected instead. If parameters are sharded, all ranks have to
-        call it.
+        This method can be called at any time, and needs no scaler. If the next step has no
+        gradients or raises an error, or if the scaler does not call it (after an overflow, if
+        gradients are unscaled before the step), the following step is inspected instead. If
+        parameters are sharded, all ranks have to call this method.
         """
         self._plan.inspects_next = True
 
@@ -711,7 +720,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._ask_plan(operation, self._plan.compiled.average, operation, averages)
 
     def swap_back(self, averages: ops.WeightAverages) -> None:
-        """Swaps the parameters back if these averages are in them."""
+        """Swaps the averages out of the parameters again, if these averages are swapped in."""
         self._plan.compiled.swap_back(averages)
 
     # State dicts, pickles and copies.
@@ -742,7 +751,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         configured. Masters that the file lacks are made from the parameters, so load the model
         first. Files of FusedAdam of apex and of TransformerEngine, which count the steps of a whole
         group, are accepted. If the file lacks an option of torch, the option gets the value that
-        torch assumes; if it has an option of another optimizer, the error names the option.
+        torch assumes. If the file has an option of another optimizer, the error names the option.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -775,8 +784,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents for a pickle or a copy.
 
-        If an earlier step has failed, so that this optimizer refuses to step, the restored
-        optimizer refuses it, too.
+        If this optimizer refuses to step because an earlier step has failed, the restored optimizer
+        refuses to step, too.
         """
         self._plan.compiled.check_not_swapped_in("__getstate__")
         state: dict[str, Any] = super().__getstate__()
@@ -817,5 +826,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
 
-# A scaler reads the signature at every step. If it is stored, that takes 2 µs instead of 30.
+# A scaler reads this signature at every step, in 2 µs if it is stored, otherwise in 30 µs.
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010

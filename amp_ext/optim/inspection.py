@@ -60,7 +60,8 @@ class Inspection:
 
         Args:
             inspected: Results from the compiled module, combined over all ranks.
-            names: Maps the group index and the index in the group of each parameter to its name.
+            names: Maps a pair of indices (of the group, and of the parameter in the group) to the
+                name of the parameter.
         """
         self._inspected = inspected
         self._names = names
@@ -116,7 +117,7 @@ class Inspection:
         return skipped + format_table(table)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots norms of updates and weights by layer, their ratios and the unmoved elements.
+        """Plots for each parameter the norms of weights and update, their ratio, and ``unmoved``.
 
         The norm axis is logarithmic, so that updates of 0 are not shown.
 

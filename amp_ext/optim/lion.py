@@ -16,9 +16,9 @@ class Lion(FusedOptimizer):
     """Lion, which steps by the sign of a moving average and needs half of Adam's state.
 
     Every element moves by the learning rate, so use an ``lr`` 3 to 10 times smaller than for AdamW
-    and a ``weight_decay`` larger by the same factor. A NaN gradient makes its parameter NaN at
-    once, an inf gradient at the next step; with a gradient scaler both steps are skipped. An
-    element whose average is 0 does not move.
+    and a ``weight_decay`` larger by the same factor. Without a gradient scaler, which skips such
+    steps, a NaN gradient makes its parameter NaN at once, and an inf gradient makes it NaN at the
+    next step. An element whose average is 0 does not move.
 
     Args:
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
@@ -29,14 +29,14 @@ class Lion(FusedOptimizer):
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
-            stores only the 16 bits that the parameter lacks, "split8" only 8 of them.
+            stores only the 16 bits that the parameter lacks, "split8" only 8 of these bits.
         state_dtype: Dtype of the moments: torch.float32, torch.bfloat16, or None for the
-            parameter's. "8bit" quantizes them to 8 bits, "8bit-bf16" keeps second ones in bfloat16.
+            parameter's dtype. "8bit" and "8bit-bf16" both quantize moments to 8 bits.
         rounding: Rounding of values stored in 16 or 8 bits: "nearest", or "dither", which loses no
             small change on average. None means "nearest" if ``state_dtype`` is None, else "dither".
         max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
             value; the norm before clipping is then in ``grad_norm``. None does not clip.
-        clip_value: Clips each element of the unscaled gradients to this magnitude, after the norm.
+        clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN, and leaves them out
             of the norm.
         write_back_grads: Stores the unscaled, clipped gradients in ``.grad``; otherwise a step

@@ -29,12 +29,13 @@ class NormGuardStats:
         last_norm: The last norm; inf if it was inf or NaN.
         mean: Mean of the norms that entered the statistics.
         deviation: Standard deviation of these norms, but at least 1 % of the mean.
-        limit: The next norm is an outlier if it is above this limit. inf if it can't be an outlier:
-            during the warmup, and before the ``patience``-th outlier in a row.
+        limit: The next norm is an outlier if it is above this limit. The limit is inf if the next
+            norm can't be an outlier: during the warmup, and before the ``patience``-th outlier in a
+            row.
         outliers: Number of norms so far for which a step was skipped or its gradients were clipped.
         nonfinite: Number of norms so far that were inf or NaN.
-        last_outlier: Number of the last outlier among the norms, counted from 1; 0 if there was
-            none.
+        last_outlier: Position of the last outlier in the sequence of norms, counted from 1; 0 if
+            there was no outlier.
     """
 
     norms: int
@@ -52,7 +53,7 @@ class NormGuardHistory:
     """The last 4,096 gradient norms of steps that the device has finished, oldest first.
 
     Attributes:
-        numbers: Numbers of the norms, from 1.
+        numbers: Positions of these norms in the sequence of all norms, counted from 1.
         norms: Norms of the unscaled gradients; inf for a norm that was inf or NaN.
         withheld: True for each norm whose step was skipped, or whose gradients were clipped to the
             limit.
@@ -63,7 +64,7 @@ class NormGuardHistory:
     withheld: list[bool]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots the norms, with a cross at each that was skipped or clipped, and saves it.
+        """Plots the norms, with a cross at each skipped or clipped step, and saves the picture.
 
         Args:
             path: File of the picture, such as "norms.png"; its extension sets the format.
@@ -100,12 +101,12 @@ class NormGuard:
     counts as a new level: its step is taken, and the statistics restart with its norm as the mean
     and the old standard deviation scaled in proportion. They are used at once, without a warmup.
 
-    There is one decision for each step, before anything is written, for all devices and dtypes. The
-    norm enters the statistics once, after the step.
+    The guard makes one decision for each step, for all devices and dtypes, before anything is
+    written. The norm enters the statistics once, after the step.
 
     An outlier is not an overflow: a gradient scaler treats its step as a clean one. Without a
-    scaler, a norm that is inf or NaN also skips the step, unless the optimizer has
-    ``skip_nonfinite``; its norm is then that of the finite elements. The norm is the optimizer's
+    scaler, a norm that is inf or NaN also skips the step. The exception is an optimizer with
+    ``skip_nonfinite``, whose norm covers only the finite elements. The norm is the optimizer's
     ``grad_norm``. To clip as well, give ``max_grad_norm`` to the optimizer, because clipping before
     the step would hide outliers from the guard.
 
@@ -121,11 +122,11 @@ class NormGuard:
         action: At an outlier, "skip" writes nothing and does not count the step. "clip" scales the
             gradients down to the limit that the norm exceeds; with ``max_grad_norm``, the smaller
             of the two factors applies.
-        patience: Number of outliers in a row after which the last one is accepted; 1 or more. With
-            1 the statistics never skip or clip a step.
+        patience: Number of outliers in a row of which the last is accepted as a new level; 1 or
+            more. With 1 the statistics never skip or clip a step.
         process_group: A group of torch.distributed whose ranks hold different parameters of one
-            model. The squares are summed over these ranks, so that all skip together, and
-            ``max_grad_norm`` clips by the norm over these ranks, too. Sharded DTensors need no
+            model. The squares are summed over these ranks, so that all ranks skip the same steps.
+            ``max_grad_norm`` then also clips by the norm over these ranks. Sharded DTensors need no
             group, because their norm is taken over all ranks anyway.
 
     Raises:
@@ -261,7 +262,7 @@ class NormGuard:
         )
 
     def history(self, *, wait: bool = False) -> NormGuardHistory:
-        """Returns the last 4,096 norms, for plots; after a load only the norms since then.
+        """Returns the last 4,096 norms, but none from before the last ``load_state_dict``.
 
         Args:
             wait: Waits for the device, so that the history includes the last step.

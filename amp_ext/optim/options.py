@@ -68,19 +68,19 @@ def check_defaults(description: Any, defaults: Options, where: str) -> None:
 
 
 def check_group(description: Any, group: Options, where: str) -> None:
-    """Checks the options of a group: that none is missing, their types and their values.
+    """Checks that a group has all options, and checks the types and values of the options.
 
     Replaces numpy numbers by Python numbers, and a dtype in ``state_dtype`` by its name.
 
     Args:
         description: Description of the optimizer.
         group: The options. Entries that the description does not list are ignored.
-        where: Start of the error, with ``%s`` for the name: "Adam: %s of group 1".
+        where: Start of the error, with ``%s`` for the name of the option: "Adam: %s of group 1".
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If an option is missing, or a step can't use its value. For a missing option
-            torch raises a KeyError, but that would print this text in quotes.
+        ValueError: If an option is missing, or a step can't use its value. (torch raises a KeyError
+            for a missing option, but a KeyError would print the text of this error in quotes.)
         RuntimeError: If ``differentiable`` is true.
     """
     for option in description.options:
@@ -105,7 +105,7 @@ def _check_types(description: Any, options: Options, where: str) -> None:
 
 def _check_values(description: Any, options: Options, where: str) -> None:
     description.check_options(options, where, _shown)
-    if isinstance(options["state_dtype"], torch.dtype):  # for distributed checkpoints
+    if isinstance(options["state_dtype"], torch.dtype):  # a name suits distributed checkpoints
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
         raise RuntimeError(
@@ -115,7 +115,7 @@ def _check_values(description: Any, options: Options, where: str) -> None:
 
 
 def defaults_of(kind: type) -> Options:
-    """Returns the default values in the constructors of a class."""
+    """Returns the default values of the options in the constructors of a class."""
     return {
         name: parameter.default
         for name, parameter in _parameters(kind).items()
@@ -125,7 +125,7 @@ def defaults_of(kind: type) -> Options:
 
 @functools.cache
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of the constructors of a class and its bases that are options."""
+    """Returns the options among the constructor parameters of a class and its bases."""
     return {
         parameter.name: parameter
         for base in reversed(kind.__mro__)
@@ -179,9 +179,9 @@ def _is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool) or is_number(value)
 
 
-# Maps the type of an option to a function that returns True for its values. As in torch, a bool is
-# accepted as a number, a tensor of one element as any number that is an option of torch, too, and
-# 0, 1 and None as flags. Values of "states" are checked later, when ranges are checked.
+# Maps the type of an option to a function that returns True for a value of this type. As in torch,
+# a number may be a bool, or a tensor of one element if torch has the option, too; a flag may be 0,
+# 1 or None. Values of "states" are checked later, together with the ranges.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "learning rate": _is_tensor_or_number,
     "number": _is_tensor_or_number,

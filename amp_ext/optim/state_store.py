@@ -84,7 +84,7 @@ class PlacedParam(NamedTuple):
         return parts
 
     def laid_out(self, key: str, part: Tensor) -> Tensor:
-        """Returns this rank's shard of a state's tensor, as a DTensor if the parameter is one."""
+        """Returns this rank's shard of a state's tensor, as a DTensor like the parameter."""
         if key == "step" or not is_dtensor(self.param):
             return part
         return laid_out_as(self.param, part, *self.spec.layout_under(key, self.param))
@@ -117,7 +117,7 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
 def init_states(
     states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]
 ) -> tuple[States, list[Local]]:
-    """Completes the states of parameters: creates missing tensors and converts others.
+    """Completes the states of parameters: creates missing tensors and converts existing tensors.
 
     Args:
         states: The states of the optimizer; they do not change.
@@ -155,7 +155,7 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
 
     Args:
         placed: The parameter, whose values have already been loaded.
-        saved: Its state in the file.
+        saved: The state of the parameter in the file.
         operation: Start of errors.
 
     Raises:
@@ -177,7 +177,7 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
 
 
 def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns this rank's shards of a DTensor's state in a file, which may be sharded otherwise."""
+    """Returns this rank's shards of a DTensor's state, even if the file shards it differently."""
     spec, param = placed.spec, placed.param
     local = local_tensor(param.detach())
     parts = {key: value for key, value in saved.items() if spec.is_key(key)}
@@ -222,7 +222,7 @@ def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, An
 
 
 def existing_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """Returns this rank's shard of a master, in float32 unless the kernels can use it as stored.
+    """Returns this rank's shard of a master; formats that no kernel can use become float32.
 
     Args:
         param: The parameter.
@@ -243,7 +243,7 @@ def fp32_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     """Returns the float32 master of a parameter, or a joined copy if the master is split.
 
     Args:
-        param: The parameter, which is returned itself if it has no master.
+        param: The parameter. If it has no master, the parameter itself is returned.
         state: State of the parameter.
     """
     masters = _masters_in(state)

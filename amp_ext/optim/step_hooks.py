@@ -19,8 +19,8 @@ __all__ = ["has_step_pre_hooks", "with_step_hooks"]
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step with its hooks around it, and with the profiler if one is running.
 
-    ``torch.optim.Optimizer.profile_hook_step`` reports every step to the profiler, even if none is
-    running, and that takes as long as the rest of a small step.
+    ``torch.optim.Optimizer.profile_hook_step`` calls ``record_function`` in every step, even if no
+    profiler is running. This call takes as long as the rest of a small step.
 
     Args:
         func: The ``step`` of a class of optimizers.
@@ -41,7 +41,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
                 for hook in hooks.values():
                     hook(optimizer, args, kwargs)
         except BaseException:
-            if optimizer._amp_context is None:  # torch's scaler deletes nothing after an error
+            if optimizer._amp_context is None:  # torch's scaler left its attributes set
                 drop_amp_context(optimizer)
             raise
         return returned
@@ -50,7 +50,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if hooks run before a step of this optimizer, its own or those of torch."""
+    """Returns True if pre-hooks of this optimizer, or torch's global ones, run before its step."""
     return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 

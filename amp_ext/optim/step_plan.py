@@ -49,7 +49,8 @@ class StepPlan:
         self.compiled: ops.Plan = ops.Plan(optimizer, description, None, failure)
         #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
-        #: True if the next step is to be inspected; and the last inspection, None before the first.
+        #: ``inspects_next`` is True if the next step is to be inspected. ``inspection`` is the last
+        #: inspection, or None.
         self.inspects_next = False
         self.inspection: Inspection | None = None
         self._name, self._description = optimizer, description
@@ -59,8 +60,8 @@ class StepPlan:
         """Forgets everything that earlier steps have left, because states are being loaded.
 
         Args:
-            failure: The failure of the last step, after which the optimizer refuses to step; "" for
-                none. None keeps the present one.
+            failure: The failure of the last step, after which the optimizer refuses to step; "" if
+                no step has failed. None keeps the failure that is stored now.
         """
         failure = self.compiled.failure if failure is None else failure
         self.compiled = ops.Plan(self._name, self._description, self.compiled, failure)
@@ -84,7 +85,7 @@ class StepPlan:
         self._set(ShardedOver(), [], [])
 
     def list_groups(self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str) -> None:
-        """Registers the parameters of all groups. A step adds the states of those with a gradient.
+        """Registers the parameters of all groups. A step adds states for parameters with gradients.
 
         Args:
             optimizer: The optimizer of the plan.
@@ -168,16 +169,16 @@ class StepPlan:
             if not sums_squares:
                 sum_of_squares = None
         if group is not None and sum_of_squares is not None:
-            # Ranks may have different loss scales. So squares are unscaled before the sum, and the
-            # sum gets this rank's scale again.
+            # Ranks may have different loss scales. So each rank unscales its squares before the
+            # sum, and multiplies the result by the square of its own scale.
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
         return GradScan(flags, first_nonfinites, sum_of_squares, squares_of_params)
 
-    # The compiled plan calls these methods.
+    # The compiled plan calls the methods below.
 
     def shards(self) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Returns for each DTensor its index in the plan, this rank's shard, and its gradient's."""
+        """Returns for each DTensor its index in the plan, its local shard and the local gradient."""
         return [
             (index, local_tensor(param), local_grad(param, name))
             for index, param, name in self._dtensors

@@ -41,12 +41,12 @@ class WeightAverage:
     all. This count stays on the device and the host does not wait, so that steps can be
     captured in CUDA graphs.
 
-    A hook updates the average after each step of the optimizer. Keep a reference to the average,
-    because the optimizer does not: without one the average is deleted. The first average is a copy
-    of the weights; until then ``averages`` are the weights at construction. A parameter that is
-    added later starts with its weight after the next step, whether skipped or not. Averages in
-    bfloat16 are dithered, so that moves of less than half a unit in the last place are right on
-    average instead of being lost.
+    A hook updates the average after each step of the optimizer. Keep a reference to the average:
+    the optimizer does not hold one, and without a reference the average is deleted. The first
+    average is a copy of the weights; until then ``averages`` are the weights at construction. The
+    average of a parameter that is added later starts with the weight after the next step, even if
+    this step is skipped. Averages in bfloat16 are dithered, so that changes of less than half a
+    unit in the last place are not lost.
 
     ::
 
@@ -78,8 +78,8 @@ class WeightAverage:
 
         Args:
             optimizer: An optimizer of ``amp_ext.optim``. It may have several averages.
-            decay: Weight of the old average in the new one, from 0 to 1. "equal" gives all weights
-                so far equal weight: the n-th has the weight 1 / n.
+            decay: Factor of the old average in the new average, from 0 to 1. With "equal", the
+                average is the plain mean: the n-th weights enter it with the factor 1 / n.
             every: Takes an average once in this many steps, not counting skipped ones.
             dtype: Dtype of the averages: torch.float32, or torch.bfloat16 for 2 bytes per
                 parameter.
@@ -201,8 +201,8 @@ class WeightAverage:
                 FullyShardedDataParallel flattens the parameters, because its modules compute with
                 copies. Inside the block, steps and scans of the optimizer, ``state_dict`` of the
                 optimizer and the average, ``refresh_masters`` and ``restart`` raise this error,
-                too. At the end of the block, if a parameter has got another dtype, shape or device;
-                all other parameters are restored then.
+                too. The error is also raised at the end of the block if a parameter has got another
+                dtype, shape or device; all other parameters are restored then.
         """
         self._averages.check_not_swapped("WeightAverage.swap")
         for index, param in enumerate(params_of(self.optimizer)):
@@ -289,7 +289,7 @@ class WeightAverage:
         model unchanged: buffers, extra states of any type, frozen parameters and parameters of
         other optimizers. The tensors are not copied.
 
-        Under ``fully_shard`` all ranks must call this together, because modules gather their
+        Under ``fully_shard`` all ranks must call this method together, because modules gather their
         parameters again afterwards. The same holds for ``model.state_dict()`` and for
         :meth:`load_state_dict` with such a file.
 
@@ -455,14 +455,14 @@ class _Contents(NamedTuple):
 
     tensors: dict[str, Tensor]
     copies: set[str]  # names of tensors that are neither a parameter nor a buffer
-    extra_states: dict[str, Any]  # results of get_extra_state() that are no tensors
+    extra_states: dict[str, Any]  # results of get_extra_state() that are not tensors
 
 
 def _contents_of(model: nn.Module) -> _Contents:
     """Returns the contents of a model, keyed by the names of its state dict.
 
-    If a hook has put a copy into the state dict, the parameter or buffer of its name and shape is
-    used instead.
+    If a hook has replaced a parameter or buffer in the state dict by a copy, the parameter or
+    buffer with the name and shape of the copy is used instead.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     own: dict[str, Tensor] = {
