@@ -52,7 +52,7 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 
 
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
-    """Returns two numbers of bytes per element: stored by our side, and moved by its step.
+    """Returns the bytes per element that our side stores, and the bytes that its step moves.
 
     A step must move (read or write) each operand once. A scaler or a norm reads the gradient once
     more.
@@ -83,7 +83,7 @@ def measure_row(
         shapes: The shapes of the parameters.
         programs: The program of each side, keyed by side. "ours" must be one of them.
         streaming: The result of :func:`make_streaming`. The operation is timed in turns with the
-            sides, except for many small tensors, because their row measures the host.
+            sides. Rows of many small tensors leave it out, because they measure the host.
         run: A function that runs a step several times and returns the seconds of each run, such as
             :func:`run_times`.
     """
@@ -93,7 +93,7 @@ def measure_row(
     stored, moved = bytes_of(work, programs["ours"])
     steps |= {} if shapes.many_small else {"streaming": streaming[0]}
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(ROUNDS):  # in alternating order: changing clocks affect all sides alike
+    for turn in range(ROUNDS):  # alternates the order: clock changes then affect all sides alike
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
             times[name] += run(steps[name])
     least = {name: min(seconds) for name, seconds in times.items()}

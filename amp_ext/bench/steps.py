@@ -30,7 +30,7 @@ class Program:
     params: list[Parameter]
     optimizer: torch.optim.Optimizer
     step: Step
-    average: Any = None  # reference to the WeightAverage, which is deleted without one; or None
+    average: Any = None  # keeps the WeightAverage alive; None without an average
 
 
 def make_params(
@@ -117,7 +117,7 @@ def averaged(params: list[Parameter], step_params: Step) -> Step:
 
 
 def by_hand(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns a hand-written step: copies gradients to masters, steps these, copies them back."""
+    """Returns a step that copies gradients to masters, steps the masters, and copies them back."""
 
     @torch.no_grad()
     def step() -> None:

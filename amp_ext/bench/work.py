@@ -102,8 +102,8 @@ AVERAGED = Work("AdamW", torch.float32, average=True)
 
 #: State dtypes that take less memory than float32.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
-#: Work that stores masters or states in less memory. The last entry rounds all of them to nearest,
-#: as torch does.
+#: Work that stores masters or states in less memory. The last entry has no masters and rounds
+#: parameters and states to nearest, as torch does.
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
     *(
@@ -131,7 +131,7 @@ class ShapeList:
 
 
 def uniform(count: int, size: int) -> ShapeList:
-    """Returns ``count`` shapes ``[size / 32, 32]``; 8-bit states need rows of a multiple of 32."""
+    """Returns ``count`` shapes ``[size / 32, 32]``; the row length suits 8-bit states."""
     short = f"{size // 10**6}M" if size >= 10**6 else f"{size // 1000}k" if size >= 1000 else size
     return ShapeList(f"{count:,} × {short}", ((size // 32, 32),) * count, size < 1000)
 

@@ -21,8 +21,8 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 
     Args:
         device: The device to train on.
-        dtype: The dtype of the parameters. torch's optimizer steps float32 masters, and after each
-            step these are copied into the parameters.
+        dtype: The dtype of the parameters. torch's optimizer steps float32 masters, which are
+            copied into the parameters after each step.
 
     Returns:
         A description of the fault, or None if there is none.
@@ -74,8 +74,8 @@ def _train(
 ) -> tuple[Tensor, float]:
     """Runs four iterations and returns the resulting parameter and loss scale.
 
-    The optimizer steps ``stepped``, which may be a float32 master. After each step its value is
-    copied into the parameter, which has the dtype of ``start``.
+    The optimizer steps ``stepped``, which may be a float32 master. After each step the value of
+    ``stepped`` is copied into the parameter, which has the dtype of ``start``.
     """
     param, stepped = start.clone(), torch.nn.Parameter(stepped.clone())
     optimizer = optimizer_class([stepped], lr=0.1)

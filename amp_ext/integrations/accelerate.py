@@ -17,7 +17,7 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Supported values of accelerator.distributed_type; FSDP and others have scalers of their own.
+# Supported values of accelerator.distributed_type. Other types, such as FSDP, have own scalers.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -30,7 +30,7 @@ class PreparedOptimizer(_AcceleratedOptimizer):
 
         Accelerate's own class reports a skip only if ``optimizer.step`` was not called. Fused
         optimizers, ours and torch's, are always called and skip on the device, so only the scaler
-        knows.
+        knows whether a step was skipped.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return bool(self.scaler.last_step_skipped(self.optimizer, wait=True))
@@ -38,12 +38,12 @@ class PreparedOptimizer(_AcceleratedOptimizer):
 
 
 def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler:
-    """Makes an accelerator scale the loss with our scaler, and notice the steps that it skips.
+    """Makes an accelerator use our scaler, and notice the steps that the scaler skips.
 
     With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On CPUs,
     this also enables float16 autocast. Transformers calls ``accelerator.clip_grad_norm_`` with a
-    limit of inf if it does not clip. For float16 gradients, this call then only measures the norm
-    and leaves them scaled, because our optimizers unscale them inside their step. ::
+    limit of inf if it does not clip. For float16 gradients, this call then only measures the norm.
+    The gradients stay scaled, because our optimizers unscale gradients inside their step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)
@@ -112,7 +112,7 @@ def _clip_grad_norm_(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Clips as Accelerate does, but only measures the norm for float16 gradients and limit inf."""
+    """Clips as Accelerate does; if the limit is inf, only measures norms of float16 gradients."""
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:

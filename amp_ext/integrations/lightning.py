@@ -74,7 +74,7 @@ class FabricMixedPrecision(_FabricPlugin):
     """``lightning.fabric.plugins.MixedPrecision`` with our scaler; clips with any optimizer.
 
     Clip by ``fabric.clip_gradients(..., error_if_nonfinite=False)``, so that the scaler can skip
-    the step after an overflow; by default Fabric raises an error. ::
+    the step after an overflow. By default Fabric raises an error after an overflow. ::
 
         Fabric(plugins=[FabricMixedPrecision()])
 

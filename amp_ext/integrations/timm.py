@@ -39,9 +39,9 @@ class NativeScaler(_NativeScaler):
 def register_optimizers() -> None:
     """Adds our optimizers to timm's: ``create_optimizer_v2(model, opt="ampadamw")``.
 
-    The names are "ampadam", "ampadamw", "ampsgd" and "ampmomentum". Each has the defaults of timm's
-    optimizer of the name without "amp"; for example, "ampsgd" has Nesterov momentum, because timm's
-    "sgd" has it. A second call changes nothing.
+    The names are "ampadam", "ampadamw", "ampsgd" and "ampmomentum". The defaults are those of
+    timm's optimizer whose name lacks "amp". For example, "ampsgd" has Nesterov momentum, because
+    timm's "sgd" has Nesterov momentum. A second call changes nothing.
     """
     registry = _factory.default_registry
     for name, our_class in _OPTIMIZERS.items():
