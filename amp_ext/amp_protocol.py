@@ -41,15 +41,16 @@ class GradScan:
 
     Attributes:
         found_infs: Maps each device that holds a gradient to one float32, which is not 0 if a
-            gradient there is inf or NaN.
+            gradient on that device has inf or NaN.
         first_nonfinites: Maps each of these devices to one int64, the index of the first parameter
-            whose gradient has an inf or NaN. ``GradScaler.update`` reads and resets it.
+            whose gradient has an inf or NaN. ``GradScaler.update`` reads and resets these indices.
         sum_of_squares: One float64, the sum of the squares of all gradients, which still carry the
             loss scale. It covers all ranks that hold shards or are in the process group of the norm
-            guard. None if there are neither shards nor such a group, or no norm is needed.
+            guard. None if no norm is needed, or if no parameter is sharded and no guard has a
+            process group.
         squares_of_params: float64 of shape ``[parameters]``, the sum of squares of each gradient,
-            NaN for a parameter without one. None if no parameter is sharded, or if the norms of
-            single gradients are not needed.
+            NaN for a parameter without a gradient. None if no parameter is sharded, or if the norms
+            of single gradients are not needed.
     """
 
     found_infs: Mapping[torch.device, Tensor]
@@ -67,9 +68,10 @@ class AmpStepContext:
         found_inf: One float32; the step is skipped if it is not 0. The int 0 if no parameter had a
             gradient during the scan, None if there is no scaler.
         scan: The scan for this step, or None if ``unscale_`` was called before. The optimizer
-            replaces it if it had to scan again.
-        is_used: True once the optimizer has stepped with this context. The step sets it right
-            before its first write, and resets it if nothing was written after all.
+            replaces this scan if it has to scan the gradients again.
+        is_used: True once the optimizer has stepped with this context. The step sets this flag
+            right before its first write, and sets it back to False if nothing was written after
+            all.
     """
 
     grad_scale: Tensor | None
@@ -81,8 +83,8 @@ class AmpStepContext:
 class SupportsFusedUnscale(Protocol):
     """An optimizer that unscales gradients inside its own step.
 
-    A scaler also finds the optimizer behind a wrapper that delegates attributes to it, because a
-    method that is looked up on the wrapper is bound to the optimizer.
+    If a wrapper delegates its attributes to such an optimizer, a scaler finds the optimizer through
+    the wrapper: a method that is looked up on the wrapper is bound to the optimizer.
     """
 
     def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
@@ -95,11 +97,11 @@ class SupportsFusedUnscale(Protocol):
         """
 
     def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
-        """Sets the context of the next step in place of an earlier one; None ends the step."""
+        """Sets the context of the next step and drops an earlier context. None ends the step."""
 
 
 def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
-    """Returns the optimizer behind an object if it unscales inside its step, else None.
+    """Returns the optimizer behind an object, or None if that optimizer can't unscale in its step.
 
     Args:
         optimizer: The optimizer itself, or a wrapper that delegates to it and has the same
@@ -115,9 +117,9 @@ def optimizer_inside(optimizer: Any) -> Any:
     """Returns the optimizer that a wrapper delegates to, or the object itself if it wraps none.
 
     Args:
-        optimizer: The optimizer; or a wrapper that delegates attributes to it; or a wrapper that
-            shows its groups and stores it in an attribute, such as a subclass of
-            ``torch.optim.Optimizer``.
+        optimizer: The optimizer itself or a wrapper. The wrapper delegates attributes to the
+            optimizer, or it has the same groups and stores the optimizer in an attribute, such as a
+            subclass of ``torch.optim.Optimizer``.
     """
     inside = unscaling_optimizer(optimizer)
     if inside is not None:
@@ -137,7 +139,7 @@ def takes_scale(optimizer: Any) -> bool:
     to one optimizer: the scaler finds that optimizer and passes the scale to it directly.
 
     Raises:
-        TypeError: If the object shows this attribute but hides the optimizer that it comes from.
+        TypeError: If the object has the attribute, but the optimizer behind it can't be found.
     """
     if not getattr(optimizer, _SUPPORTS, False):
         return False
@@ -160,12 +162,12 @@ def _owner_of_hooks(optimizer: Any) -> Any:
 
 
 def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Returns the other optimizers in an object's attributes, and in lists and dicts there."""
+    """Returns other optimizers in the attributes of an object, and in lists and dicts there."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return []  # torch's optimizers wrap no others, and a search takes longer than a step
     found = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        if name in ("state", "param_groups"):  # both are long and hold no optimizers
+        if name in ("state", "param_groups"):  # large values without optimizers
             continue
         if isinstance(value, dict):
             value = value.values()
@@ -176,7 +178,7 @@ def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _has_params_of(optimizer: Any, other: Any) -> bool:
-    """Returns True if an object has exactly the parameters of an optimizer, or no param_groups."""
+    """Returns True if an object has no ``param_groups``, or the same parameters as an optimizer."""
     if optimizer is other:
         return True
     groups, others = getattr(optimizer, "param_groups", None), other.param_groups
@@ -222,11 +224,12 @@ class GradScaleAttributes:
         self._values: list[tuple[Any, str, Any]] = []
 
     def set_for(self, optimizer: Any, amp_context: AmpStepContext) -> None:
-        """Sets both attributes until :meth:`take_back`, also on the optimizer behind a wrapper.
+        """Sets ``grad_scale`` and ``found_inf`` on an optimizer until :meth:`take_back` is called.
 
         Args:
-            optimizer: The optimizer, or a wrapper that delegates to it.
-            amp_context: The context with the two values.
+            optimizer: The optimizer, or a wrapper that delegates to it. The attributes of a wrapper
+                are also set on the optimizer behind it.
+            amp_context: The context with the values of the attributes.
         """
         inner = _owner_of_hooks(optimizer)
         for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
@@ -241,6 +244,6 @@ class GradScaleAttributes:
         """Deletes the attributes that were set, unless someone has replaced their values since."""
         for holder, name, value in self._values:
             if getattr(holder, name, None) is value:
-                with contextlib.suppress(AttributeError):  # if wrapper and optimizer share it
+                with contextlib.suppress(AttributeError):  # already deleted if it is shared
                     delattr(holder, name)
         self._values.clear()

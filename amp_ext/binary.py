@@ -108,7 +108,7 @@ def load_binary() -> Any:
 
 
 def _warned(error: ImportError) -> str:
-    """Returns why the module can't be loaded, as far as the loader's message tells it."""
+    """Returns the reason why the module can't be loaded, found in the loader's message."""
     if "libamp_ext.so: cannot open" in str(error):
         return "amp_ext's library lib/libamp_ext.so is not there"
     if "version `AMP_EXT_" in str(error):

@@ -37,13 +37,14 @@ def clip_grad_norm_(
         norm_type: Order of the norm. Orders other than 2 are computed by torch's function.
         error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
         foreach: Accepted for compatibility with torch; the fused kernels ignore it.
-        total_norm: The norm, one number, if you know it already; then it is not computed. If it is
-            a tensor but not float64, all gradients are multiplied in float32.
+        total_norm: The norm, one number, if you know it already, so that it is not computed again.
+            If the norm is a tensor with a dtype other than float64, all gradients are multiplied in
+            float32.
 
     Returns:
-        The norm before clipping, one float32 on the device of the first gradient; one float64 if a
-        gradient is float64. In that case float64 gradients are multiplied in float64, and on a GPU
-        they are written even if the factor is 1.
+        The norm before clipping, one number on the device of the first gradient. The norm is
+        float64 if a gradient is float64, otherwise float32. With a float64 norm, float64 gradients
+        are multiplied in float64, and on a GPU they are written even if the factor is 1.
 
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or the kernel
@@ -76,7 +77,7 @@ def clip_grad_norm_(
                 parameters, max_norm, norm_type, error_if_nonfinite, foreach
             )
         total_norm = _total_norm(by_device).to(dtype)
-    if not isinstance(total_norm, Tensor):  # on the device of the gradients, not the default one
+    if not isinstance(total_norm, Tensor):  # on the gradients' device, not the default device
         some_device = next(iter(by_device), torch.device("cpu"))
         total_norm = torch.tensor(total_norm, dtype=dtype, device=some_device)
     if error_if_nonfinite and not torch.isfinite(total_norm):

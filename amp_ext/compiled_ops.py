@@ -26,8 +26,9 @@ OPERATORS: dict[str, Any] = {}
 _LIST = "Sequence[Tensor] | None"
 _NUMBER_OR_TENSOR = "float | Tensor"
 
-# Maps the annotation of a function's argument to the operator's arguments that stand for it. Each
-# of these is a suffix, which is appended to the name of the function's argument, and a type.
+# Maps the annotation of a function's argument to the operator's arguments that replace it. The
+# operator has one argument for each entry of the inner dict: the key is appended to the name of the
+# function's argument, and the value is the type.
 _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},
@@ -87,7 +88,7 @@ def operation(
         by_name = named_arguments(function)
 
         def refusal(count: int, names: tuple[str, ...]) -> str:
-            """Returns Python's error for ``count`` positional and the named arguments, or ""."""
+            """Returns the message of Python's TypeError for these arguments, or "" if they fit."""
             try:
                 by_name(*range(count), **dict.fromkeys(names))
             except TypeError as error:
@@ -113,7 +114,8 @@ def operation(
         def kernel(*values: Any) -> Any:  # torch omits trailing arguments that have default values
             return function(**_deep(types, iter(values)))
 
-        # Only arguments after the last tensor have defaults: later releases append more of them.
+        # Arguments up to the last tensor get no defaults in the operator. Arguments after it do,
+        # because later releases append arguments there.
         last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(

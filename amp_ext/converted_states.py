@@ -22,8 +22,9 @@ def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     Parameter and residual together give the master. With a residual of 16 bits the master is exact,
     except below 2^-16 for a float16 parameter, where it is within 2^-40. With a residual of 8 bits
     it has a relative error of at most 2^-15. A master element that does not round to its parameter
-    is out of date, because the parameter was changed later; its residual is chosen so that both
-    together give the parameter's value. Tensors on a GPU are copied to the CPU and back.
+    is out of date, because the parameter was changed later; its residual is chosen so that
+    parameter and residual together give the parameter's value. Tensors on a GPU are copied to the
+    CPU and back.
 
     Args:
         param: float16 or bfloat16, of any shape.
@@ -99,10 +100,10 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
 
     A second moment ("q8s") is stored as its square root, and a positive one never becomes 0; a
     momentum ("q8m") is stored as sign and magnitude. The unit of a block is a power of two above
-    its largest element. To a root, 1/16 of the unit is added, and the sum is rounded to a mantissa
-    of 6 bits. The codes of magnitudes are evenly spaced below 1/8 of the unit, and in octaves
-    above. A block that has inf or NaN dequantizes to NaN. Tensors on a GPU are copied to the CPU
-    and back.
+    its largest element. For "q8s", 1/16 of the unit is added to each root, and the sum is rounded
+    to a mantissa of 6 bits. For "q8m", magnitudes below 1/8 of the unit have evenly spaced codes,
+    and each factor of two above has as many codes as this linear part. A block that has inf or NaN
+    dequantizes to NaN. Tensors on a GPU are copied to the CPU and back.
 
     Args:
         moment: float32. The first dimension must be outermost in memory, and the product of the
@@ -126,7 +127,7 @@ def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
     Args:
         codes: uint8 codes from :func:`quantize_blockwise`.
         exponents: uint8 exponents from :func:`quantize_blockwise`.
-        code: "q8s" or "q8m", as passed to it.
+        code: "q8s" or "q8m", as passed to :func:`quantize_blockwise`.
 
     Returns:
         The moments, float32 of the shape of the codes, on the same device.

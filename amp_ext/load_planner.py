@@ -19,9 +19,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Such files come from torch's optimizers, or from a release of amp_ext before an option was
     added. By default ``load`` raises an error if the file lacks a key of the dict that it fills.
-    With this planner, options that torch's optimizers do not have may be missing; they keep the
-    values that the optimizer was constructed with. A missing moment, step counter or master is
-    still an error. (``allow_partial_load=True`` would silently leave these unchanged.)
+    With this planner, options that torch's optimizers do not have may be missing. A missing option
+    keeps the value that the optimizer was constructed with. A missing moment, step counter or
+    master is still an error. (``allow_partial_load=True`` would silently skip missing tensors,
+    too.)
 
     Example:
         >>> state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -30,13 +31,13 @@ class LoadPlanner(DefaultLoadPlanner):
     """
 
     def create_local_plan(self) -> LoadPlan:
-        """Plans to read all keys except options that may be missing and are missing."""
+        """Plans to read all keys, without options that the file lacks and is allowed to lack."""
         assert self.metadata is not None  # set_up_planner() was called
         wanted, saved = self.state_dict, self.metadata.state_dict_metadata
         asked = {key: wanted[key] for key in wanted if key in saved or not self._may_miss(key)}
         self.state_dict = asked
         plan = super().create_local_plan()
-        if self.state_dict is asked:  # for files of earlier torch releases, the parent replaces it
+        if self.state_dict is asked:  # DefaultLoadPlanner replaces it for files of old torch
             self.state_dict = wanted
         return plan
 

@@ -30,8 +30,9 @@ def find_nonfinite(
     Args:
         source: A model or an optimizer. An optimizer constructed with ``named_parameters()`` knows
             the names; otherwise a parameter is called "group 0, param 3". If several parameters
-            have the same name, it follows the position: "group 0, param 3 (weight)".
-        params: Checks parameters and buffers instead of gradients. (An optimizer has no buffers.)
+            have the same name, each is called by position and name: "group 0, param 3 (weight)".
+        params: If true, checks parameters and buffers instead of gradients. (An optimizer has no
+            buffers.)
 
     Returns:
         A dict from the name of each tensor with inf or NaN to its number of bad elements, in the
@@ -154,12 +155,12 @@ def check_params(group: dict[str, Any], where: str) -> None:
 
     Args:
         group: The group.
-        where: Start of the error, with ``%s`` for the name: "Adam: %s of group 1".
+        where: Start of the error, such as "Adam: %s of group 1"; ``%s`` becomes "params".
 
     Raises:
         ValueError: If the group has no "params".
-        TypeError: If they are an iterator, which can be read only once, or a set, whose order may
-            differ in a resumed process.
+        TypeError: If "params" is an iterator, which can be read only once, or a set, whose order
+            may differ in a resumed process.
     """
     if "params" not in group:
         raise ValueError(f"{where % 'params'} must be there, got {list(group)}")

@@ -33,9 +33,10 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 * ``clip_value``: Largest magnitude of an unscaled gradient element, applied after
   ``max_grad_norm``.
 * ``max_grad_norm``: Largest norm of all unscaled gradients together.
-* ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients as given.
-  Without it, ``max_grad_norm`` costs a scan of all gradients. If ``skip_nonfinite`` is set, pass
-  None, because only the step's own scan leaves out elements that are inf or NaN.
+* ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients before they
+  are unscaled. Without this sum, ``max_grad_norm`` costs a scan of all gradients. If
+  ``skip_nonfinite`` is set, pass None, because only the step's own scan leaves out elements that
+  are inf or NaN.
 * ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is
   given.
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
@@ -133,7 +134,7 @@ def __getattr__(name: str) -> Any:
 
 
 def step_operation(function: Function) -> Function:
-    """Turns a function into a step of an optimizer, with the function's signature as arguments.
+    """Turns a function into a step of an optimizer, which has the arguments of the function.
 
     The step first runs the function's body, which contains only checks, and then calls the compiled
     operation of the same name.
@@ -158,8 +159,8 @@ def step_operation(function: Function) -> Function:
 def cpu_isa() -> str:
     """Returns the instruction set of the CPU kernels: "avx512", "avx2" or "plain".
 
-    This is the widest set that the processor supports, or the one in the environment variable
-    ``AMP_EXT_CPU_ISA`` when the first kernel runs.
+    The result is the widest set that the processor supports, or the set that the environment
+    variable ``AMP_EXT_CPU_ISA`` names when the first kernel runs.
     """
     return _C.cpu_isa()
 
@@ -259,8 +260,8 @@ def unscale_(
         inv_scale: One float32, 1 / loss scale. If it is not finite, that counts as an overflow.
         found_inf: One float32. Set to 1 if a gradient is inf or NaN before the multiplication,
             otherwise unchanged.
-        first_nonfinite: One int64, or None. Set to the index of the first such gradient, unless it
-            already holds a lower index.
+        first_nonfinite: One int64, or None. Set to the index of the first gradient that has inf or
+            NaN, unless it already holds a lower index.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
@@ -299,8 +300,8 @@ def update_scale_(
         growth_interval: Number of clean iterations until the scale grows.
         min_scale: Smallest value to which the scale can fall.
         max_scale: Largest value to which the scale can grow.
-        hysteresis: Number of overflows since the last growth after which the scale falls. It also
-            falls at each later overflow.
+        hysteresis: The scale falls at the ``hysteresis``-th overflow since it last grew, and at
+            each later overflow.
         hysteresis_tracker: One int32, the number of overflows left until the scale falls, or None
             if ``hysteresis`` is 1. Only a growth resets it.
         dynamic: If false, the scale does not change.
@@ -364,7 +365,7 @@ def adam_(
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
         steps: Step counters. Required unless ``timestep`` is given.
-        max_exp_avg_sqs: Largest second moments so far. If given, the step is one of AMSGrad.
+        max_exp_avg_sqs: Largest second moments so far. If given, the step is a step of AMSGrad.
         beta1: Decay of the first moments, per step.
         beta2: Decay of the second moments, per step.
         eps: Added to the square root of the second moment.
@@ -459,8 +460,8 @@ def sgd_(
         params: Parameters. See the module for this and all arguments that are not listed here.
         momentum_buffers: Running sums of the gradients, zeros at first. Given if and only if
             ``momentum`` is not 0.
-        steps: Step counters. Required with ``dampening``, which the first step does not apply,
-            unless ``timestep`` is given.
+        steps: Step counters. Required if ``dampening`` is not 0, unless ``timestep`` is given,
+            because the first step does not apply ``dampening``.
         momentum: Decay of the momentum buffer, per step.
         dampening: Fraction of the gradient that is not added to the momentum buffer.
         nesterov: Uses Nesterov momentum.
@@ -508,8 +509,8 @@ def average_weights_(
         step_applied: One float32, or None. If it is 0, the step was skipped and nothing is written.
         global_offsets: For parameters that are shards, the index of each shard's first element in
             the full tensor, on which the dither depends. None if all parameters are full tensors.
-        decay: Weight of the old average in the new one, from 0 to 1. None gives all weights seen so
-            far equal weight.
+        decay: Factor of the old average in the new average, from 0 to 1. With None, the average is
+            the plain mean of all weights averaged so far.
         every: Takes an average once in this many steps that were not skipped.
         warmup: Limits the decay to (1 + n) / (10 + n) after n averages.
 
@@ -539,8 +540,8 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
 
     Args:
         params: float16 or bfloat16 parameters, only read.
-        master_params: Their float32 masters. A master that does not round to its parameter is set
-            to the parameter; the others keep their extra bits.
+        master_params: The float32 masters of ``params``. A master that does not round to its
+            parameter is set to the parameter; other masters keep their extra bits.
 
     Raises:
         RuntimeError: If lists differ in length, or tensors in shape or device.
@@ -548,8 +549,7 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
     _C.refresh_masters_(params, master_params)
 
 
-# Conversions of states, and a simpler interface to the same kernels. Both modules import this one,
-# so they are imported last.
+# The modules of these functions import amp_ext.ops, so amp_ext.ops imports them last.
 from amp_ext.converted_states import (  # noqa: E402
     dequantize_blockwise,
     dequantize_ratios,

@@ -31,7 +31,7 @@ class OptimizerWorkspace:
 
     Attributes:
         grad_norm: Norm of the gradients in the last update with ``max_grad_norm``, one float32 on
-            their device; None before the first. The next update overwrites it.
+            their device; None before the first such update. Later updates overwrite the norm.
     """
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ def optimizer_update_(
 ) -> None:
     """Takes one step of an optimizer, for training loops that manage their own buffers.
 
-    Weight decay is decoupled for all three optimizers, an element whose gradient is inf or NaN is
-    not updated, and Adam's denominator is ``sqrt(max(v, 1e-12)) + eps`` with the bias-corrected
-    second moment v. :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_` have all options.
+    Weight decay is decoupled for all three optimizers. An element whose gradient is inf or NaN is
+    not updated. Adam's denominator is ``sqrt(max(v, 1e-12)) + eps`` with the bias-corrected second
+    moment v. :func:`amp_ext.ops.adam_` and :func:`amp_ext.ops.sgd_` have all options.
 
     Args:
         optimizer_type: SGD: ``p -= lr * g``; MOMENTUM: ``v = beta1 * v + g; p -= lr * v``; ADAM.

@@ -42,12 +42,13 @@ _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradSc
 _OPTIMIZERS = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
 
 # Maps each patched class to the __init__ methods that its patches have replaced: torch's own, then
-# those of earlier patches. The latter are interchangeable, so patches may end in any order.
+# those of earlier patches. Methods of different patches are interchangeable, so patches may end in
+# any order.
 _constructors: dict[Any, list[Any]] = defaultdict(list)
 
 
 class TorchPatch:
-    """A patch of torch, made by :func:`amp_ext.patch_torch`. A ``with`` statement ends it, too."""
+    """A patch of torch, made by :func:`amp_ext.patch_torch`. A ``with`` block also ends it."""
 
     def __init__(self, classes: dict[Any, Any]) -> None:
         self._classes = classes
@@ -78,7 +79,7 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 
     @functools.wraps(construct)
     def construct_ours(self: Any, *arguments: Any, **options: Any) -> None:
-        if type(self) is not torch_class:  # a subclass, or our own class that calls this
+        if type(self) is not torch_class:  # a subclass, such as our_class
             return construct(self, *arguments, **options)
         self.__class__ = our_class
         return our_class.__init__(self, *arguments, **options)
@@ -96,10 +97,10 @@ def patch_torch(*, optimizers: bool = False) -> TorchPatch:
     ``ShardedGradScaler``, are not affected.
 
     Args:
-        optimizers: Also patches ``torch.optim.Adam``, ``AdamW`` and ``SGD``. They keep float32
-            masters of 16-bit parameters, and refuse whatever :mod:`amp_ext.optim` refuses. Their
-            ``step`` is also called after an overflow, and then writes nothing. Accelerate counts
-            this as a step, and its schedules advance.
+        optimizers: Also patches ``torch.optim.Adam``, ``AdamW`` and ``SGD``. Our optimizers keep
+            float32 masters of 16-bit parameters, and refuse whatever :mod:`amp_ext.optim` refuses.
+            A scaler calls their ``step`` also after an overflow, and the step then writes nothing.
+            Accelerate counts this as a step, and its schedules advance.
 
     Raises:
         ImportError: If the compiled module can't be loaded; nothing is patched then.

@@ -47,7 +47,7 @@ def timestep_of(operation: str, value: Any) -> int:
     """Returns the number of a step, from 1, that was passed to an operation.
 
     Raises:
-        RuntimeError: If it is not an int of at least 1.
+        RuntimeError: If ``value`` is not an int of at least 1.
     """
     timestep = plain(value)
     if not is_count(timestep):

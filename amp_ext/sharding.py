@@ -42,7 +42,7 @@ def is_flattened(param: Tensor) -> bool:
 
 
 def is_flat(param: Tensor) -> bool:
-    """Returns True for a flat parameter of FSDP1; all are without ``use_orig_params=True``."""
+    """Returns True for a flat parameter, as FSDP1 makes them without ``use_orig_params=True``."""
     return getattr(param, "_is_flat_param", False)
 
 
@@ -56,7 +56,7 @@ def local_tensor(tensor: Any) -> Tensor:
 
 
 def is_over_rows(param: Any) -> bool:
-    """Returns True if each rank holds consecutive rows (dimension 0) of a parameter, or all."""
+    """Returns True if each rank holds all or consecutive rows (dimension 0) of a parameter."""
     if not is_dtensor(param):
         return True
     from torch.distributed.tensor import Shard
@@ -71,7 +71,7 @@ def laid_out_as(
     shape: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Tensor:
-    """Returns a local shard as a DTensor if its parameter is one, else unchanged.
+    """Returns a local shard as a DTensor if its parameter is a DTensor, else unchanged.
 
     Args:
         param: The parameter, whose mesh and placements the DTensor gets.
@@ -122,8 +122,8 @@ def local_grad(param: Any, name: str) -> Tensor | None:
     """Returns this rank's shard of a parameter's gradient, or None if there is no gradient.
 
     If the gradient has other placements than its parameter, for example a sum that is not yet
-    reduced, the function redistributes it first and stores it in ``param.grad``. All ranks do so
-    together.
+    reduced, the function first redistributes the gradient and stores it in ``param.grad``. All
+    ranks must call the function together then.
 
     Args:
         param: The parameter.
@@ -347,7 +347,7 @@ def check_guard(optimizer: Any) -> None:
         optimizer: The optimizer that the scaler is about to step.
 
     Raises:
-        RuntimeError: If the guard of the optimizer has no process group, and its parameters are not
+        RuntimeError: If the guard has no process group, and the parameters of the optimizer are not
             sharded.
     """
     guard = getattr(optimizer, "norm_guard", None)
