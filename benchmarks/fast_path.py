@@ -106,7 +106,7 @@ def whole(form: str) -> tuple[Callable[[], Any], int]:
 
 
 def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callable[[], Any], int]:
-    """Makes a step of an embedding in which every second row has had no gradient for ``steps``.
+    """Makes a step of an embedding; every second row has had no gradient for ``steps`` steps.
 
     The moments of these rows have decayed to tiny values. If ``pruned``, their weights are 0, too.
     """

@@ -1,7 +1,9 @@
-"""Compares other packages' optimizers with ours: 20 steps, then 20 more from their checkpoint.
+"""Compares other packages' optimizers with ours, before and after we load their checkpoint.
 
-Prints the table of docs/migration.md. The functions on that page convert the checkpoints. Packages
-that are not installed are left out. The table on the page was made in an environment with::
+Takes 20 steps with both optimizers, loads the checkpoint of the other package's optimizer into
+ours, and takes 20 more. Prints the table of docs/migration.md. The functions on that page convert
+the checkpoints. Packages that are not installed are left out. The table on the page was made in an
+environment with::
 
     pip install torch==2.13.0 bitsandbytes==0.50.2 torch-optimi==0.3.3 flashoptim==0.1.4 \
         lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 heavyball==3.2.1 deepspeed==0.19.8 ninja
@@ -43,7 +45,7 @@ class Row(NamedTuple):
     package: str  # name of the installed distribution
     theirs: str  # full name of their class
     ours: str  # name of our class
-    file: str  # LOADS, "delete" and keys, "does not load", or the function that converts a file
+    file: str  # how to load: LOADS, "delete KEYS", "does not load", or a function's name
     their_options: Mapping[str, Any] = MappingProxyType({})
     our_options: Mapping[str, Any] = MappingProxyType({})
 
@@ -182,7 +184,8 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
 def measured(row: Row) -> tuple[str, str]:
     """Returns relative distances of our parameter from theirs, as two cells of the table.
 
-    The first is after 20 steps, the second after 20 more that start from their checkpoint.
+    The first cell is measured after 20 steps. The second is measured after 20 more steps, before
+    which our optimizer has loaded their checkpoint.
     """
     options = {"lr": 1e-2, "weight_decay": 0.1}
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ STEPS = 100_000
 
 
 def share_skipped(width: float, sigma_factor: float, steps: int = STEPS) -> float:
-    """Returns the fraction of skipped steps after the warm-up, for log-norms of std ``width``."""
+    """Returns the fraction of steps skipped after the warm-up; log-norms have std ``width``."""
     generator = torch.Generator().manual_seed(0)
     norms = (width * torch.randn(steps, generator=generator)).exp()
     param = torch.nn.Parameter(torch.zeros(()))

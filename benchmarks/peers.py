@@ -1,4 +1,4 @@
-"""Times our AdamW against those of other packages, and compares the results of all with float64.
+"""Times AdamW of amp_ext and of other packages, and compares all results with float64.
 
 python benchmarks/peers.py --quick                  # large tensors and the smallest model
 python benchmarks/peers.py --out results/peers      # figures, table and picture go there
@@ -98,7 +98,7 @@ PEERS = {
         lambda module, params, work: module.DeepSpeedCPUAdam(
             params, **ADAMW, fp32_optimizer_states=work.state_dtype is not None
         ),
-        BESIDE_PEERS,  # MASTER copies to and from float32 masters, as DeepSpeed's engine does
+        BESIDE_PEERS,  # with MASTER, copies to and from masters, as DeepSpeed's engine does
         devices=["cpu"],
     ),
     "flashoptim": Peer(
@@ -169,7 +169,7 @@ PEERS = {
 def find(peer: Peer) -> tuple[str, str | None]:
     """Imports a package; returns its version, and why the import fails, or None if it works."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search for other devices
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool would disturb the timing
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # worker processes disturb timing
     try:
         importlib.import_module(peer.module)
         return importlib.metadata.version(peer.distribution), None
@@ -233,7 +233,7 @@ def buffered(params: list[Parameter], masters: list[Parameter], step_masters: St
 STEPS = 50
 # The first shape is large enough for 8-bit moments. The last size is no multiple of a vector.
 SHAPES = ShapeList("agreement", ((128, 128), (128,), (1_003,)))
-SPREAD = 0.1  # deviation of parameters; large enough to detect a missing weight decay in 16 bits
+SPREAD = 0.1  # std of parameters, large enough to show a missing weight decay in 16 bits
 
 # Allowed distances from float64 after all steps, divided by the total change in float64. They allow
 # for roundings to float32 (FP32), to bf16 at the end (MASTER), or in each step (WIDE, NARROW).
@@ -244,7 +244,7 @@ TOLERANCES |= {SPLIT: 0.01, SPLIT8: 0.05, FP32_8BIT: 0.05}
 
 
 def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
-    """Returns how far a side's parameters are from float64, divided by their total change."""
+    """Returns the distance of a side's parameters from float64, divided by the total change."""
     params = make_params(work, SHAPES, CPU, SPREAD)  # on the CPU: the same values for all devices
     starts = [param.detach().double() for param in params]
     if device != CPU:
@@ -288,7 +288,8 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
 
     Returns:
         A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, which
-        is true if the side does exactly this work; and ``why``, the error if it fails, else None.
+        is true if the side does exactly this work; and ``why``, which is the error if the side
+        fails, else None.
     """
     plain = replace(work, scaler=False)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}

@@ -227,7 +227,7 @@ TASKS = {
 class Side:
     """A configuration: dtypes, optimizer and scaler that train a model."""
 
-    group: str  # name of the group of sides that are compared; torch's side is its first
+    group: str  # sides with the same group are compared; torch's side is the first of a group
     name: str
     autocast: torch.dtype | None = None  # dtype of autocast (parameters are float32), or None
     dtype: torch.dtype = torch.float32  # dtype of the parameters
@@ -424,8 +424,8 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The loss of a run is the mean over its last tenth of steps. ``faster`` and ``update_faster`` are
     the times of torch's side in the same group, divided by those of this side. ``difference`` is
-    the loss minus that of torch's run with the same seed, as mean and standard deviation over the
-    seeds.
+    the loss of a run minus the loss of torch's run with the same seed: mean and standard deviation
+    over the seeds.
     """
     of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:

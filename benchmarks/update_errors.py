@@ -1,7 +1,7 @@
 """Measures the errors of updates: optimizers get the same gradients as a reference in float64.
 
-The gradients don't depend on the parameters, so that errors don't influence later gradients, and a
-run of seconds shows how far updates are from the exact ones. The test
+The gradients don't depend on the parameters, so errors don't influence later gradients. A run of a
+few seconds therefore shows how far updates are from the exact updates. The test
 `tests/programs/test_update_errors.py` checks bounds of the errors.
 
     PYTHONPATH=. python benchmarks/update_errors.py  # errors of our optimizers with bf16 states
@@ -49,7 +49,7 @@ class Errors:
             the total change.
         bias: Mean over the elements of the error of ln sqrt(v) after the last step, where v is the
             second moment. NaN without second moments.
-        spread: Standard deviation of this error over the elements.
+        spread: Standard deviation over the elements of the same error as for ``bias``.
     """
 
     update: float
@@ -114,8 +114,8 @@ class Lion64:
 class OptimizerScheme:
     """A scheme that steps an optimizer of torch.optim or amp_ext.optim.
 
-    Its parameter is reset to zero before each step, and lr is 1, so that the parameter after the
-    step is the negative update.
+    The parameter is reset to zero before each step, and lr is 1, so that after the step the
+    parameter is the negative update.
 
     Args:
         optimizer: The class of the optimizer.

@@ -22,7 +22,7 @@ from amp_ext.optim import AdamW
 
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
 
-# STATES and MASTERS map a label to options of AdamW, a colour and a marker.
+# STATES and MASTERS below map a label to options of AdamW, a colour and a marker.
 NEAREST = {"rounding": "nearest"}
 STATES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
@@ -69,7 +69,7 @@ def errors_of_weights(stream: Tensor) -> dict[str, float]:
 
 
 def trained(start: Tensor, kind: Any, stream: Tensor, **options: Any) -> Tensor:
-    """Trains a parameter from ``start``; returns it, or its master if there is one, in float64."""
+    """Trains a parameter from ``start``; returns it in float64, or its master if it has one."""
     param = torch.nn.Parameter(start.clone())
     optimizer = kind([param], lr=LEARNING_RATE, weight_decay=0.0, **options)
     for grad in stream:
