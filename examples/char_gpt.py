@@ -7,7 +7,7 @@ writes a sample of similar text. Parameters and gradients are fp16. amp_ext.opti
 master weights and clips by norm inside its step, the trainer accumulates gradients and scales the
 loss, and the learning rate warms up and then falls along a cosine. Matrix products are computed in
 fp16 on a GPU and in fp32 on a CPU, because a CPU without fp16 arithmetic takes 10 times as long for
-fp16 products. Gradients are stored in fp16 on both, so they overflow on a CPU too.
+fp16 products. On a CPU gradients are stored in fp16, too, so they overflow there as on a GPU.
 
 The loss scale starts too high on purpose. Expect about eight overflows, whose steps are skipped,
 then a scale that settles around its limit, and a validation loss near 2.1 nats per character. After
@@ -394,9 +394,7 @@ def main() -> int:
     arguments = read_options(make_parser(__doc__, "char_gpt", quick, seeds=False))
     device = arguments.device
     settings = QUICK if arguments.quick else Settings()
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # cuBLAS needs it to be deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)  # a second thread gains little with such small matrices
 

@@ -9,12 +9,13 @@ if a shard of the data contained zeros. Broken batches are inserted between the 
 are the same in all runs and have the same learning rates. A run that skips all broken batches
 therefore learns from the same text as the run without them.
 
-There are four runs: one without broken batches, and three with them: plain, with
-``max_grad_norm=1``, and with ``norm_guard=NormGuard()``. Expect the guard to skip every broken
-batch and to end with the loss of the clean run, and the plain run to end 0.2 nats above. Clipping
-ends within a few hundredths of the clean run, because a clipped broken batch has no more weight
-than a healthy one, but you need to know the right limit in advance. Writes ``guarded_gpt.png`` and
-prints a table. With the default settings it also checks these claims, and returns 1 if one fails.
+There are four runs. The clean run has no broken batches. The three others have broken batches: the
+plain run, a run with ``max_grad_norm=1``, and a run with ``norm_guard=NormGuard()``. Expect the
+guard to skip every broken batch and to end with the loss of the clean run. Expect the plain run to
+end 0.2 nats above the clean run. Clipping ends within a few hundredths of the clean run, because a
+clipped broken batch has no more weight than a healthy one, but you need to know the right limit in
+advance. Writes ``guarded_gpt.png`` and prints a table. With the default settings it also checks
+these claims, and returns 1 if one fails.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Run:
         return self.validations[max(self.validations)]
 
     def skips(self, broken: bool) -> list[bool]:
-        """Returns whether the guard skipped each broken batch, or each healthy one if false."""
+        """Returns for all broken, or for all healthy, batches whether the guard skipped the step."""
         steps = zip(self.broken, self.skipped, strict=True)
         return [skipped for is_broken, skipped in steps if is_broken == broken]
 

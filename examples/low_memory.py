@@ -11,11 +11,10 @@ picture is small. The GPT is a smaller version of the one in char_gpt.py: its pa
 gradients are stored in bf16, and its matrix products are computed in fp32.
 
 Dithering rounds a value that is 30 % of the way between two storable ones up in 30 % of the steps.
-Expect every configuration that splits its masters or dithers to end like float32 masters and
-moments, up to the noise between seeds. The last configuration rounds everything to nearest, as
-torch does, and ends clearly worse.
-Writes ``low_memory.png`` and prints a table. With the default settings it also checks these claims,
-and returns 1 if one fails.
+Expect every configuration with split masters or with dithering to reach the result of float32
+masters and moments, up to the noise between seeds. The last configuration rounds everything to
+nearest, as torch does, and ends clearly worse. Writes ``low_memory.png`` and prints a table. With
+the default settings it also checks these claims, and returns 1 if one fails.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ def in_bf16(name: str, **options: Any) -> Configuration:
 
 
 MASTERS = in_bf16("bf16 + masters, fp32 states")  # the baseline of all comparisons
-# AS_TORCH is expected to end worse than MASTERS; every other configuration must end as well.
+# AS_TORCH is expected to end worse than MASTERS. Every other configuration must end as well as
+# MASTERS.
 AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
     Configuration("fp32, fp32 states", torch.float32, {}),
@@ -90,7 +90,7 @@ CONFIGURATIONS = (
 )
 
 PHOTO = photo.Settings(steps=1000, size=64, width=64, tiles=1)
-PHOTO_LEARNING_RATE = 5e-3  # at the first step; falls along a cosine to 1 % of it
+PHOTO_LEARNING_RATE = 5e-3  # first learning rate; it falls along a cosine to 1 % of this
 SMALL_GPT = Settings(accumulation=1, width=64, layers=2, validate_every=100)
 QUICK_PHOTO = replace(PHOTO, steps=20, size=32, width=32)
 QUICK_GPT = replace(SMALL_GPT, steps=20, warm_up=2, context=32, width=32, validate_every=10)

@@ -11,7 +11,7 @@ loss of each tile is therefore divided by k = 256, and without loss scaling the 
 small for fp16. A CPU trains on a picture of a single tile and divides by the same k, so that the
 gradients are as small. Writes ``photo.png`` and prints a table. With the default settings it also
 checks that amp_ext is as good as fp32 and that fp16 without scaling is worse, and returns 1 if
-either fails.
+either check fails.
 """
 
 import math
@@ -364,7 +364,7 @@ def main() -> int:
 
     try:
         photo = load_photo(arguments.image, settings.size)
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises all of them
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises any of these
         parser.error(f"--image: {error}")
     if arguments.write_start:
         write_start(arguments.write_start, photo, settings, device, about)

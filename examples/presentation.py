@@ -44,7 +44,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Parses an integer of at least 1; argparse reports the ValueError of others."""
+    """Parses an integer of at least 1. For other text, raises a ValueError for argparse."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -65,7 +65,7 @@ def run_all(
 def differences(
     results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "psnr"
 ) -> list[float]:
-    """Returns the attribute ``of`` of a recipe's runs minus that of ``base``, for each seed."""
+    """Returns for each seed the attribute ``of`` of a recipe's run, minus that of ``base``."""
     pairs = zip(results[recipe], results[base], strict=True)
     return [getattr(run, of) - getattr(other, of) for run, other in pairs]
 

@@ -55,7 +55,7 @@ class Record:
     scales: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    samples: dict[int, Tensor] = field(default_factory=dict)  # [SAMPLES, 2] after so many steps
+    samples: dict[int, Tensor] = field(default_factory=dict)  # maps a step to [SAMPLES, 2]
 
 
 def make_network(inputs: int, outputs: int) -> nn.Module:
@@ -133,7 +133,7 @@ def sample(generator: nn.Module, device: str) -> Tensor:
 
 
 def reached(points: Tensor) -> tuple[int, float]:
-    """Returns how many centres have 2 % of the points or more, and the share of points near one."""
+    """Returns how many centres have at least 2 % of the points, and what share is near a centre."""
     distance, place = torch.cdist(points, places()).min(dim=1)
     near = distance < 3 * SPREAD  # within three standard deviations of the data
     share = torch.bincount(place[near], minlength=PLACES) / len(points)
@@ -188,7 +188,7 @@ def draw(record: Record, path: Path) -> None:
 
 
 def halvings(record: Record) -> tuple[int, int]:
-    """Counts the updates after a skipped step, and those of them that halved the scale once."""
+    """Returns the number of updates after skipped steps, and how many of them halved the scale."""
     skips = [any(both) for both in zip(*record.skipped.values(), strict=True)]
     after = zip(skips, record.scales, record.scales[1:], strict=False)
     halved = [later == before / 2 for skip, before, later in after if skip]
