@@ -1,7 +1,8 @@
 """Builds amp_ext against the PyTorch of this environment: a library and a Python module.
 
 The library `amp_ext/lib/libamp_ext.so` has everything except the bindings. It doesn't depend on
-Python, so C++ programs can link it, too. The module `amp_ext._C` has the bindings and links it.
+Python, so C++ programs can link it, too. The module `amp_ext._C` has the bindings and links the
+library.
 
 Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
 MAX_JOBS and CXX have the same meaning as in PyTorch.
@@ -320,12 +321,12 @@ class BuildExtension(cpp_extension.BuildExtension):
             text = (ROOT / "csrc" / "exports.map.in").read_text()
             exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
-            if self.in_place:  # PyTorch is not next to the package, as it is in site-packages
+            if self.in_place:  # only in site-packages, PyTorch is next to the package
                 extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
         super().build_extension(extension)
 
     def unite(self, name: str, files: list[str]) -> str:
-        """Writes a source file that includes ``files``, if it has changed; returns its path."""
+        """Writes a source file that includes ``files``, if its text is new; returns its path."""
         united = Path(self.build_temp, "csrc", "united", f"{name}.cpp")
         text = "".join(f'#include "{ROOT / file}"\n' for file in files)
         if not united.is_file() or united.read_text() != text:

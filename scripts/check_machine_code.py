@@ -10,11 +10,11 @@ is 1 if a kernel does not meet them.
 A loop is a strongly connected set of basic blocks; an innermost loop contains no other loop. The
 main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. A kernel
 must have at least as many main loops as the table says; if it has fewer, the compiler has narrowed
-the accesses of one. In a main loop, each access to global memory must have 128 bits, except one
-load and one store of each 8-bit array (residuals of masters, quantized values, exponents). Accesses
-to local memory, which come from spilled registers, are not allowed. Every other innermost loop
-should handle single elements. If it has more accesses than a main loop, it was unrolled or should
-be a main loop.
+the accesses of a main loop. In a main loop, each access to global memory must have 128 bits, except
+one load and one store of each 8-bit array (residuals of masters, quantized values, exponents).
+Accesses to local memory, which come from spilled registers, are not allowed. Every other innermost
+loop should handle single elements. If it has more accesses than a main loop, it was unrolled or
+should be a main loop.
 
 For the fast path of a step, the table also limits two counts of instructions per element in the
 main loop: of all instructions, and of those that run on the ALU. Blocks that ordinary values never
@@ -77,12 +77,12 @@ class Instruction:
 
     @property
     def is_access(self) -> bool:
-        """Whether this accesses a tensor; accesses to values that blocks share are "STRONG"."""
+        """Whether the instruction accesses a tensor. "STRONG" marks values that blocks share."""
         return self.name in ("LDG", "LD", "STG", "ST") and "STRONG" not in self.opcode
 
     @property
     def is_wide(self) -> bool:
-        """Whether this loads or stores at least 128 bits of a tensor at once."""
+        """Whether the instruction loads or stores at least 128 bits of a tensor at once."""
         width = WIDTH.search(self.opcode)
         return self.is_access and width is not None and int(width[1]) >= 128
 
@@ -125,7 +125,7 @@ class Kernel:
 
 
 def innermost(graph: networkx.DiGraph, blocks: set[int]) -> Iterator[set[int]]:
-    """Yields the innermost loops; removes the entry block of each outer loop to find them."""
+    """Yields the innermost loops. Removes the entry blocks of outer loops to find inner ones."""
     for loop in networkx.strongly_connected_components(graph.subgraph(blocks)):
         first = min(loop)
         if len(loop) == 1 and not graph.has_edge(first, first):
@@ -282,7 +282,7 @@ def read_table(text: str) -> list[Row]:
 
 
 def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
-    """Yields what the main loop of a fast-path kernel has too much of."""
+    """Yields the faults of a fast-path kernel: too many instructions in its main loop."""
     name = f"fast {kernel.name}"
     row = next((row for row in rows if row.has(name, kernel.architecture)), None)
     if row is None:
@@ -302,7 +302,7 @@ def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
 
 
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
-    """Returns the row of a kernel or None. A step without a row of its formula: "other step"."""
+    """Returns the row of a kernel, or None. Formulas without a row use the "other step" rows."""
     named = {row.names.split()[1] for row in rows if row.names.startswith("step ")}
     is_other = kernel.name.startswith("step ") and kernel.name.split()[1] not in named
     name = f"other {kernel.name}" if is_other else kernel.name
@@ -333,8 +333,8 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a main loop uses local memory: {', '.join(local)}"
-    # The loop for elements that leave the fast path may have one more access: it may store the
-    # gradient.
+    # In a fast-path kernel, the loop for elements that leave the fast path may have one more access
+    # than a main loop, because it may store the gradient.
     most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         if loop not in main and row.loops and accesses(loop) > most:

@@ -10,7 +10,7 @@ A case combines an optimizer, dtypes and an option. Other cases are scalers and 
 gradients. The data are integers times a power of two, the same on every machine and with every
 PyTorch. All engines (CPU instruction sets, CUDA) give the same bits, so the file has one hash per
 case; all NaNs hash alike. Only sums of squares differ, because the CUDA kernels add in another
-order. Cases that depend on them have a second hash.
+order. Cases that depend on these sums have a second hash.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Option:
     Attributes:
         arguments: Keyword arguments. Optimizers that lack one of them skip this case.
         scaled: Whether the steps run under a GradScaler; some of them overflow.
-        bad_elements: Whether gradients have some inf and NaN: in every third step, or in every
-            eleventh under a scaler.
+        bad_elements: Whether some gradients have inf and NaN: in every third step, or in every
+            eleventh step under a scaler.
         tensor_lr: Whether the learning rate is a tensor that changes.
         groups: Whether the later parameters are in a group with its own options.
     """
@@ -319,7 +319,7 @@ def all_cases(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def all_hashes(device: str, only: str, part: int = 0, parts: int = 1) -> dict[str, str]:
-    """Returns the hashes of the cases that match ``only``, or of every ``parts``-th of these."""
+    """Returns the hashes of every ``parts``-th case among the cases that match ``only``."""
     cases = [each for each in all_cases(device) if fnmatch.fnmatchcase(each[0], only)]
     return {name: compute() for name, compute in cases[part::parts]}
 

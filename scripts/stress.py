@@ -47,7 +47,10 @@ def same(what: str, actual: Any, wanted: Any) -> None:
 
 
 def many_tensors(count: int) -> None:
-    """Compares steps of many tensors with those of one long one; the last overflows in one step."""
+    """Compares steps of many tensors with steps of one long tensor that has the same elements.
+
+    In one of the steps, the last tensor overflows.
+    """
     torch.manual_seed(0)
     sizes = [1 + index % 3 for index in range(count)]
     whole = Parameter(torch.randn(sum(sizes)))
@@ -163,7 +166,7 @@ def make_loop() -> Callable[[int], None]:
 
 
 def many_steps(count: int) -> None:
-    """Takes ``count`` steps; raises if resources have grown in the last two thirds of them.
+    """Takes ``count`` steps; raises if resources grow in the last two thirds of the steps.
 
     The first third of the steps fills the scaler's history and the pools of the allocator.
     """

@@ -90,7 +90,7 @@ def of_python() -> Iterator[str]:
 
 
 def of_states() -> Iterator[str]:
-    """Yields the keys of states and groups; of a vector's state if they differ from a matrix's."""
+    """Yields the keys of states and groups. Other keys of a vector's state get a line."""
     for row in corpus.ROWS:
         written = corpus.run_in_python(corpus.plan_of(row, corpus.parts_of(row)[1]))["optimizer"]
         first, second = (list(written["state"].get(index, {})) for index in (0, 1))
@@ -118,7 +118,7 @@ def of_programs() -> Iterator[str]:
 def of_library() -> Iterator[str]:
     """Yields the functions that the library exports and whose names are in public headers."""
     headers = " ".join(header.read_text() for header in HEADERS.glob("*.h"))
-    words = set(re.findall(r"\w+", re.sub(r"//.*", "", headers)))  # of the code, not of comments
+    words = set(re.findall(r"\w+", re.sub(r"//.*", "", headers)))  # without comments
     command = ["nm", "-D", "--defined-only", "--demangle", LIBRARY]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for line in done.stdout.splitlines():

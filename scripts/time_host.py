@@ -14,7 +14,7 @@ caches before each step. Other rows time CPU kernels on one tensor of `--element
 2^18 fits a cache), and the import of amp_ext when torch is already imported.
 
 Each of the two commits runs in two processes. All four processes take turns in every row and are
-restarted many times, and the least time of each counts. The column "itself" is the larger ratio
+restarted many times. The least time of each process counts. The column "itself" is the larger ratio
 between two processes of the same commit. A smaller difference between the commits is noise.
 """
 
