@@ -98,7 +98,7 @@ class Run:
         return self.validations[max(self.validations)]
 
     def skips(self, broken: bool) -> list[bool]:
-        """Returns for all broken, or for all healthy, batches whether the guard skipped the step."""
+        """Returns for all broken (or all healthy) batches whether the guard skipped the step."""
         steps = zip(self.broken, self.skipped, strict=True)
         return [skipped for is_broken, skipped in steps if is_broken == broken]
 

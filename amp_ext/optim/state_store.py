@@ -84,7 +84,7 @@ class PlacedParam(NamedTuple):
         return parts
 
     def laid_out(self, key: str, part: Tensor) -> Tensor:
-        """Returns this rank's shard of a state's tensor, as a DTensor like the parameter."""
+        """Returns this rank's shard of a state's tensor; for DTensor parameters, as a DTensor."""
         if key == "step" or not is_dtensor(self.param):
             return part
         return laid_out_as(self.param, part, *self.spec.layout_under(key, self.param))

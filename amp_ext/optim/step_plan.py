@@ -178,7 +178,7 @@ class StepPlan:
     # The compiled plan calls the methods below.
 
     def shards(self) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Returns for each DTensor its index in the plan, its local shard and the local gradient."""
+        """Returns the index in the plan, the local shard and the local gradient of each DTensor."""
         return [
             (index, local_tensor(param), local_grad(param, name))
             for index, param, name in self._dtensors
