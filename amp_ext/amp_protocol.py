@@ -167,7 +167,7 @@ def _optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
         return []  # torch's optimizers wrap no others, and a search takes longer than a step
     found = []
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        if name in ("state", "param_groups"):  # large values without optimizers
+        if name in ("state", "param_groups"):  # skips large values without optimizers
             continue
         if isinstance(value, dict):
             value = value.values()
@@ -244,6 +244,6 @@ class GradScaleAttributes:
         """Deletes the attributes that were set, unless someone has replaced their values since."""
         for holder, name, value in self._values:
             if getattr(holder, name, None) is value:
-                with contextlib.suppress(AttributeError):  # already deleted if it is shared
+                with contextlib.suppress(AttributeError):  # gone if wrapper and optimizer share it
                     delattr(holder, name)
         self._values.clear()

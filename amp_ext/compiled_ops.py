@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Returns a function with the same signature that returns its arguments as a dict.
+    """Returns a function with the signature of ``function`` that returns its arguments as a dict.
 
     A wrong call raises Python's own TypeError, with the name of the function in it.
     """

@@ -1,4 +1,4 @@
-"""Loads distributed checkpoints that lack the options that only amp_ext's optimizers have."""
+"""Loads distributed checkpoints without the options that only amp_ext's optimizers have."""
 
 from __future__ import annotations
 

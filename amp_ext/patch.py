@@ -1,4 +1,4 @@
-"""Makes unchanged code get amp_ext's scaler and optimizers where it constructs torch's."""
+"""Makes unchanged code that constructs torch's scaler and optimizers get amp_ext's instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GradScaler(torch.cuda.amp.GradScaler, FusedScaler):
 
 
 class _PlainOptimizer(torch.optim.Optimizer):
-    """Precedes torch's class in the MRO, so that ours calls ``torch.optim.Optimizer`` directly."""
+    """Precedes torch's class in the MRO, so that our class calls torch.optim.Optimizer directly."""
 
     __init__ = torch.optim.Optimizer.__init__
     __setstate__ = torch.optim.Optimizer.__setstate__
@@ -74,7 +74,7 @@ class TorchPatch:
 
 
 def _patch(torch_class: Any, our_class: Any) -> None:
-    """Replaces the constructor of a class of torch by one that gives new objects our class."""
+    """Replaces the constructor of a class of torch, so that new objects get our class."""
     construct = torch_class.__init__
 
     @functools.wraps(construct)
@@ -89,7 +89,7 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 
 
 def patch_torch(*, optimizers: bool = False) -> TorchPatch:
-    """Makes code get amp_ext's scaler and optimizers where it constructs torch's.
+    """Makes code that constructs torch's scaler and optimizers get amp_ext's instead.
 
     The patch takes effect at once, until ``undo()`` or the end of a ``with`` statement. Several
     patches may end in any order. ``isinstance`` checks still work, because our classes are

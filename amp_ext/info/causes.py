@@ -39,7 +39,7 @@ class Cause(NamedTuple):
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
 # Causes of errors whose messages do not say the cause. `recognise` takes the first match, so a
-# cause that is certain comes before one that is only likely.
+# cause that is certain comes before a cause that is only likely.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",

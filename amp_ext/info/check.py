@@ -1,4 +1,4 @@
-"""Checks that amp_ext works: runs a few mixed-precision iterations and compares with torch's."""
+"""Checks that amp_ext works: compares a few mixed-precision iterations with torch's."""
 
 from __future__ import annotations
 

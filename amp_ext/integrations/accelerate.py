@@ -1,4 +1,4 @@
-"""Uses the scaler in Accelerate, and in the Trainer of Transformers, which is built on it."""
+"""Uses the scaler in Accelerate, and in the Trainer of Transformers, which uses Accelerate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AcceleratedOptimizer: Any = _module.AcceleratedOptimizer
 
 __all__ = ["PreparedOptimizer", "use_scaler"]
 
-# Supported values of accelerator.distributed_type. Other types, such as FSDP, have own scalers.
+# Supported values of accelerator.distributed_type. Types such as FSDP have their own scalers.
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 

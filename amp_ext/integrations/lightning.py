@@ -31,7 +31,7 @@ __all__ = ["FabricMixedPrecision", "MixedPrecision"]
 
 
 class MixedPrecision(_TrainerPlugin):
-    """``lightning.pytorch.plugins.MixedPrecision`` with our scaler; clips with any optimizer.
+    """``lightning.pytorch.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
     Lightning's plugin refuses ``gradient_clip_val`` with optimizers that unscale gradients inside
     their step, such as ours and torch's fused ones. This plugin unscales the gradients before it
@@ -71,7 +71,7 @@ class MixedPrecision(_TrainerPlugin):
 
 
 class FabricMixedPrecision(_FabricPlugin):
-    """``lightning.fabric.plugins.MixedPrecision`` with our scaler; clips with any optimizer.
+    """``lightning.fabric.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
     Clip by ``fabric.clip_gradients(..., error_if_nonfinite=False)``, so that the scaler can skip
     the step after an overflow. By default Fabric raises an error after an overflow. ::

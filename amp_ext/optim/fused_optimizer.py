@@ -801,7 +801,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Restores an optimizer from a pickle, a copy or a checkpoint; adds missing options."""
         defaults = state.get("defaults", vars(self).get("defaults", {}))
         otherwise = defaults_of(type(self))
-        for name in ops.configured_options():  # files of earlier releases may lack some of them
+        for name in ops.configured_options():  # files of earlier releases may lack some options
             if name in otherwise:
                 defaults.setdefault(name, otherwise[name])
         for group in state["param_groups"]:
@@ -816,7 +816,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
         else:
             plan.begin_anew()
-        # torch's method stores everything in one assignment, so an interrupt can't leave a part.
+        # torch's method stores everything in one assignment, so an interrupt can't leave half of
+        # it.
         super().__setstate__(state)
         if plan.compiled.failure != failure:
             plan.begin_anew(failure)

@@ -77,7 +77,7 @@ class StepPlan:
         #: The process groups over which parameters are sharded; false if no parameter is sharded.
         self.sharded_over = sharded_over
         self._placed_params = placed_params  # in the order of the compiled plan
-        self._dtensors = dtensors  # index in the plan, parameter, name in errors
+        self._dtensors = dtensors  # tuples: index in the plan, parameter, name in errors
 
     def forget(self) -> None:
         """Drops all parameters and states."""
@@ -96,7 +96,7 @@ class StepPlan:
             TypeError: If a parameter is not a tensor.
             ValueError: If a DTensor is neither sharded nor replicated.
         """
-        self.forget()  # first, so that an interrupt leaves an empty plan and not a part of one
+        self.forget()  # first, so that an interrupt leaves an empty plan, not half of a plan
         sharded_over, placed_params, dtensors = ShardedOver(), [], []
         registered: list[tuple[int, int, Tensor, int | None, int]] = []
         for group_index, group in enumerate(optimizer.param_groups):

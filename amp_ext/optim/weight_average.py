@@ -422,8 +422,8 @@ class WeightAverage:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an average and registers it with its optimizer."""
-        # The model is checked at its first use, not here: if it holds this average, it may be
-        # unpickled only in part.
+        # The model is checked at its first use, because a model that holds this average may be only
+        # partly unpickled here.
         self.__init__(**{**state["arguments"], "model": None})  # type: ignore[misc]
         self._arguments = state["arguments"]
         self.load_state_dict(state["state"])
