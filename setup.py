@@ -157,8 +157,8 @@ def limits_of_groups(root: Path) -> tuple[float, float]:
     for line in listed.read_text().splitlines() if listed.is_file() else ():
         _, controllers, path = line.split(":", 2)  # in cgroup v2, `controllers` is empty
         for controller in controllers.split(","):
-            # Also reads the limits of this folder itself: in a container it may be the cgroup of
-            # the process, while `path` is a path on the host.
+            # Also reads the limits of this folder itself: in a container this folder may be the
+            # cgroup of the process, while `path` is a path on the host.
             group = root / "sys/fs/cgroup" / controller
             for part in path.split("/"):
                 group /= part
@@ -308,7 +308,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             longer, shorter = self.unite("libtorch", libtorch), self.unite("others", others)
             extension.sources = [longer, *alone, shorter]
             if self.use_ninja:
-                # Compiles the sources of both extensions in one run of ninja, so that more of them
+                # Compiles the sources of both extensions in one run of ninja, so that more sources
                 # are compiled in parallel. The later runs of ninja then find nothing to do.
                 self.compiler.compile(
                     [of_python, *extension.sources],

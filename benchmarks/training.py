@@ -164,7 +164,7 @@ def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
         uniform = torch.rand(shape, generator=generator)
         return torch.searchsorted(limits, uniform).clamp_(max=sizes.tokens - 1)
 
-    # All seeds have the same rules (the language), but each draws another text.
+    # All seeds have the same rules (the language), but each seed draws another text.
     rules = draw((sizes.tokens, 4), torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(seed)
     shape = (sizes.context + 1, sizes.steps * sizes.rows)

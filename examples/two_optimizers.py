@@ -55,7 +55,7 @@ class Record:
     scales: list[float] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in NAMES})
     skipped: dict[str, list[bool]] = field(default_factory=lambda: {n: [] for n in NAMES})
-    samples: dict[int, Tensor] = field(default_factory=dict)  # maps a step to [SAMPLES, 2]
+    samples: dict[int, Tensor] = field(default_factory=dict)  # maps steps to points [SAMPLES, 2]
 
 
 def make_network(inputs: int, outputs: int) -> nn.Module:

@@ -39,7 +39,7 @@ ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
 )
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
 # Public headers in the layer of csrc/tensors. Other public headers that include torch's headers are
-# in the layer of csrc/libtorch, the rest in that of csrc/elements.
+# in the layer of csrc/libtorch, the rest in the layer of csrc/elements.
 OF_TENSORS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')

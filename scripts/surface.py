@@ -90,7 +90,7 @@ def of_python() -> Iterator[str]:
 
 
 def of_states() -> Iterator[str]:
-    """Yields the keys of states and groups. Other keys of a vector's state get a line."""
+    """Yields the keys of groups and states, and of a vector's state if its keys are different."""
     for row in corpus.ROWS:
         written = corpus.run_in_python(corpus.plan_of(row, corpus.parts_of(row)[1]))["optimizer"]
         first, second = (list(written["state"].get(index, {})) for index in (0, 1))

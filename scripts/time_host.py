@@ -87,7 +87,7 @@ SIDES = ("before", "after", "before again", "after again")
 
 
 def make_kernel(row: str) -> Callable[[], float]:
-    """Returns a function that runs a kernel as a row of the table says, and times it in µs."""
+    """Returns a function that runs the kernel of a row and returns the time in µs."""
     import amp_ext
 
     kernel, elements = row.removeprefix("kernel: ").split(" x ")
@@ -113,7 +113,7 @@ def make_kernel(row: str) -> Callable[[], float]:
 
 
 def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
-    """Returns a function that takes a step as a row of the table says, and times it in µs."""
+    """Returns a function that takes the step of a row and returns the time in µs."""
     import amp_ext
 
     name, size, form, *cold = row.split(", ")
