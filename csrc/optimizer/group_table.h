@@ -28,7 +28,7 @@ struct StateRequirements {
   bool counted_steps() const { return step || dither; }
 };
 
-// Returns the name of a hyperparameter that is NaN (a step would make parameters NaN), or null.
+// Returns the name of a hyperparameter that is NaN and would make parameters NaN, or null.
 template <typename Hyperparameters>
 const char* nan_in(const Hyperparameters& hyperparameters) {
   const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;

@@ -31,7 +31,7 @@ class NoStore : public StateStore {
   void keep() override {}
 };
 
-// Returns a copy whose memory has the order in which a step visits the original.
+// Returns a copy with the memory order in which a step visits the elements of the original.
 at::Tensor copy_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   const bool is_dense = tensor.is_non_overlapping_and_dense();
@@ -67,7 +67,7 @@ at::Tensor decoded(const ParamSlot& slot) {
       return slot.param().detach();
     case Master::kFloat32:
       return slot.master_param();
-    case Master::kLow16:  // a slot has int16 elements, and join_fp32 takes pairs of bytes
+    case Master::kLow16:  // join_fp32 takes pairs of bytes instead of the slot's int16 elements
       return join_fp32(slot.param().detach(), slot.master_param().unsqueeze(-1).view(at::kByte));
     default:
       return join_fp32(slot.param().detach(), slot.master_param());
@@ -159,8 +159,9 @@ std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
   return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
 }
 
-// Remembers the first and the last gradient of the step, so that inspect() can refuse used ones.
-// One is not enough: it may be left over from before its parameter was frozen.
+// Remembers the first and the last gradient of the step, so that inspect() can refuse gradients
+// that a step has used. One gradient is not enough, because it may be left over from before its
+// parameter was frozen.
 void Plan::remember_step() {
   const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
   for (size_t i = 0; i < slots.size(); ++i) {
@@ -238,7 +239,7 @@ void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
   NoStore nothing;
   step(table, options, nothing);
   const ParamSlot& after = slots_[0];
-  // A step first replaces a master that is out of date, so the update starts from its replacement.
+  // A step first replaces a master that is out of date, so the update starts from the new master.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);

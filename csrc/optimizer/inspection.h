@@ -1,4 +1,4 @@
-// Result of inspect(), a trial step on copies: for each parameter, sums that ranks can add up.
+// The result of a trial step on copies: for each parameter, sums that ranks can add up.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,9 @@
 
 namespace amp_ext {
 
-// Columns of InspectedStep::sums. All are NaN for a parameter without a gradient. Ranks add the
-// columns up, but take the maximum of kLargestUpdate. "Weight" means the master weight, or the
-// parameter if there is none.
+// Columns of InspectedStep::sums; all are NaN for a parameter without a gradient. Ranks take the
+// maximum of kLargestUpdate and the sum of every other column. "Weight" means the master weight, or
+// the parameter if it has no master weight.
 enum InspectedSum {
   kLargestUpdate,   // largest |update| of an element
   kNumel,           // number of elements of the parameter
@@ -27,7 +27,7 @@ enum InspectedSum {
 };
 inline constexpr int kInspectedSums = kMomentSquares0 + kMaxBuffers;
 
-// Result of a trial step, in tensors on the device. read() copies them, so it waits for a GPU.
+// Result of a trial step, in tensors on the device. read() waits for a GPU to copy the tensors.
 struct AMP_EXT_API InspectedStep {
   struct Param {
     int64_t group;

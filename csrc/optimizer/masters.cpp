@@ -1,4 +1,4 @@
-// Conversion of master weights between float32 and split, for states and files.
+// Converts master weights between the float32 and the split form, for states and files.
 #include "optimizer/masters.h"
 
 #include <ATen/ops/empty_like.h>
@@ -33,22 +33,23 @@ int64_t bits_of(const std::string& key) {
   return 0;  // the key of a float32 master, which has no residual
 }
 
-// Returns the master weight in float32, joined if it is split. Undefined if there is none, or if
-// the parameter was converted from float16 and the upper part of its split master is lost.
+// Returns the master weight in float32, joined if it is split. Undefined if there is none, or if a
+// conversion of the parameter from float16 has lost the upper part of the split master.
 at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   const auto fp32 = masters.find(kFp32Master);
   if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
     const auto residual = masters.find(part.key);
     if (residual == masters.end()) continue;
-    // Converting a parameter back to bfloat16 restores all values that the other dtype could hold.
+    // If the parameter's dtype has changed, only a bfloat16 parameter can be restored: converting
+    // it back gives all old values that the present dtype could hold.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
     return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
   return {};
 }
 
-// Returns a float32 copy of a parameter, with other values if `values` is defined.
+// Returns `values` (or the parameter, if undefined) as float32 in the parameter's layout.
 at::Tensor in_float32(const at::Tensor& param, const at::Tensor& values) {
   const at::Tensor copy = param.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return values.defined() ? copy.copy_(values) : copy;
@@ -73,7 +74,7 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
   }
   if (decoded.defined()) {
     // Splitting rounds ties away from zero, but the conversion from float32 rounds them to even. A
-    // tie that would not round to the parameter becomes the next float32 towards it, which does.
+    // tie that would not round to the parameter moves to the next float32 towards the parameter.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

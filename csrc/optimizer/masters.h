@@ -1,6 +1,6 @@
-// Master weights of 16-bit parameters in states and files: a float32 tensor, or split into the
-// parameter and a residual of 16 or 8 bits. The key of a residual names the parameter's dtype, so
-// that the master can be restored even after the parameter was converted.
+// Master weights of 16-bit parameters in states and files. A master weight is a float32 tensor, or
+// it is split into the parameter and a residual of 16 or 8 bits. The key of a residual names the
+// parameter's dtype, so that the master can be restored even after the parameter was converted.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +13,8 @@
 
 namespace amp_ext::optim {
 
-// kFp32Master is the key of a float32 master weight. kMasterKeys also has the keys of residuals:
-// "low" stands for residuals of 16 bits, "low8" for residuals of 8 bits.
+// kFp32Master is the key of a float32 master weight. In the keys of residuals, "low" stands for
+// residuals of 16 bits and "low8" for residuals of 8 bits.
 inline constexpr const char* kFp32Master = "master_param";
 inline constexpr std::array<const char*, 5> kMasterKeys = {
     kFp32Master, "master_low_bf16", "master_low_fp16", "master_low8_bf16", "master_low8_fp16"};
@@ -22,31 +22,31 @@ inline constexpr std::array<const char*, 5> kMasterKeys = {
 // The master weights or residuals that a state or a file has for one parameter, by key.
 using Masters = std::map<std::string, at::Tensor>;
 
-// Returns the key of the master weight that parameters of dtype `param` have; empty for none.
+// Returns the key of the master weight of parameters of dtype `param`; empty if they have none.
 AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
-// Returns a new master weight in the format of `key`, converted from the one in `masters` or, if
-// there is none, from the parameter.
+// Returns a new master weight in the format of `key`. It is converted from the master weight in
+// `masters` or, if there is none, from the parameter.
 AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
                                       const std::string& key);
 
 // Returns the master weight in float32: the stored tensor, or the parameter joined with its
-// residual if it is split. Returns the parameter itself if it has no master weight.
+// residual if the master is split. Returns the parameter itself if it has no master weight.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master weight as kernels read it. A stored tensor that fits the parameter is returned
-// unchanged (a residual as `residual_elements`), any other is converted to float32. Undefined if
-// there is none.
+// Returns the master weight as kernels read it, or an undefined tensor if there is none. A stored
+// tensor that fits the parameter is returned unchanged, or as residual_elements() of it if it is a
+// residual. Any other master weight is converted to float32.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
 // Returns the master weight that a parameter gets from a file, in the format of `key`. The file's
-// tensor under this key is returned unchanged. If the file also has a float32 master, that one is
-// converted instead: it is newer, because a program without residuals wrote it.
+// tensor under `key` is returned unchanged, unless the file also has a float32 master. The float32
+// master is then converted instead, because it is newer: a program without residuals wrote it.
 AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,
                                      const std::string& key);
 
-// True if a tensor under the key of a residual is usable. torch's Python optimizers cast residuals
-// to the parameter's dtype when they load them, and then train without them.
+// True if a tensor under the key of a residual is usable. A load by torch's Python optimizers makes
+// residuals unusable: they are cast to the parameter's dtype, and training goes on without them.
 bool is_residual(const at::Tensor& residual);
 
 // Throws unless a residual has the dtype and the shape that its key implies.

@@ -52,8 +52,8 @@ at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
   return key == format.exponents_key() ? at::kByte : format.dtype;
 }
 
-// Returns a moment as a floating-point tensor, float32 if it was quantized; undefined if there is
-// none. `second` is the second moment, to whose root ratios refer.
+// Returns a moment as a floating-point tensor (float32 if it was quantized), or an undefined tensor
+// if there is none. `second` is the second moment, because ratios are relative to its root.
 at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
                               const at::Tensor& second) {
   for (const MomentFormat& format : all_formats(name)) {
@@ -71,7 +71,8 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
   return {};
 }
 
-// Returns the tensors of a moment in a format, by key. An undefined `number` stands for zeros.
+// Returns the tensors, by key, that hold the moment `number` in a format. An undefined `number`
+// stands for a moment of zeros.
 Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::Tensor& param,
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);
@@ -225,7 +226,7 @@ Moments convert_moments(const Moments& moments, const std::vector<MomentFormat>&
   const auto is_ratio = [](const MomentFormat& format) { return format.code == "q8h"; };
   std::vector<MomentFormat> ratios_last = formats;
   std::stable_partition(ratios_last.begin(), ratios_last.end(), std::not_fn(is_ratio));
-  at::Tensor second;  // the second moment after quantization; ratios refer to it
+  at::Tensor second;  // second moment after quantization; ratios are relative to its root
   for (const MomentFormat& format : ratios_last) {
     const auto number = numbers.find(format.name);
     made.merge(
@@ -251,7 +252,7 @@ void check_code(const at::Tensor& saved, const MomentFormat& format, const std::
 
 at::Tensor empty_code(const MomentFormat& format, const std::string& key, const at::Tensor& param) {
   const auto options = param.options().dtype(dtype_of(format, key)).requires_grad(false);
-  // Blocks are contiguous in memory, even if the parameter has become non-contiguous.
+  // A moment in blocks is contiguous, even if the parameter has become non-contiguous.
   const bool has_exponents = !format.exponents_key().empty();
   return has_exponents ? at::empty(sizes_of(format, key, param), options)
                        : at::empty_like(param, options);

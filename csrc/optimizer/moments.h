@@ -1,6 +1,6 @@
-// Moments in states and files: as floating-point tensors, or quantized to 8 bits. The key of a
+// Moments in states and files, either floating-point tensors or quantized to 8 bits. The key of a
 // quantized moment names its format (exp_avg_q8h), so that code that knows only torch's keys does
-// not mistake it for the moment.
+// not take the quantized tensor for a floating-point moment.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,8 @@ struct AMP_EXT_API MomentFormat {
   at::ScalarType dtype;  // dtype of the stored elements
   std::string code;      // quantized format: "q8h", "q8s" or "q8m"; empty if not quantized
 
-  // key() is the key of the elements, exponents_key() that of the exponents of blocks (empty if the
-  // format has no blocks), and keys() lists both.
+  // key() is the key of the elements. exponents_key() is the key of the block exponents, or empty
+  // if the format has no blocks. keys() lists all keys of the format.
   std::string key() const;
   std::string exponents_key() const;
   std::vector<std::string> keys() const;
@@ -36,15 +36,16 @@ struct AMP_EXT_API MomentFormat {
 // The tensors of one parameter's moments, by key: "exp_avg_sq_q8s", "exp_avg_sq_exp", for example.
 using Moments = std::map<std::string, at::Tensor>;
 
-// HasKey tells if a state has a key; has_moment, if it has the moment `name` in any format.
+// HasKey returns whether a state has a key. has_moment returns whether a state has the moment
+// `name` in any format.
 using HasKey = std::function<bool(const std::string&)>;
 AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 
 // True if `key` belongs to a moment with one of these names, in any format.
 AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std::string>& names);
 
-// True if one of these moments, quantized in blocks, has its exponents under `key`.
-// sizes_of_exponents returns the shape of the exponents of a parameter.
+// is_key_of_exponents is true if `key` is the key of the block exponents of one of these moments.
+// sizes_of_exponents returns the shape of the block exponents for a parameter.
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
@@ -53,8 +54,8 @@ std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 // must be contiguous, because in another memory order its elements would belong to other blocks.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
-// Returns the format of each moment. Dtype and shape of `param` determine it, so pass the unsharded
-// parameter even if this rank has a shard: all ranks must have the same formats.
+// Returns the format of each moment, which the dtype and shape of `param` determine. Pass the
+// unsharded parameter even if this rank has a shard, because all ranks must have the same formats.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                                  at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
@@ -64,8 +65,8 @@ AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
 AMP_EXT_API Moments dequantized_moments(const Moments& moments,
                                         at::ArrayRef<BufferDescription> buffers);
 
-// Returns the moments in these formats, converted from any others; missing moments are zeros. If
-// all moments have these formats already, they are returned unchanged.
+// Returns the moments in these formats. Moments in other formats are converted, and missing moments
+// become zeros. If all moments have these formats already, they are returned unchanged.
 AMP_EXT_API Moments convert_moments(const Moments& moments,
                                     const std::vector<MomentFormat>& formats,
                                     const at::Tensor& param);
@@ -78,8 +79,8 @@ AMP_EXT_API void check_code(const at::Tensor& saved, const MomentFormat& format,
                             const std::string& key, const at::Tensor& param,
                             const std::string& where);
 
-// Returns uninitialized memory for the tensor under `key` of a quantized moment. It is contiguous
-// if the format has exponents, and otherwise in the parameter's layout.
+// Returns uninitialized memory for the tensor under `key` of a quantized moment. The memory is
+// contiguous if the format has exponents, otherwise it has the parameter's layout.
 AMP_EXT_API at::Tensor empty_code(const MomentFormat& format, const std::string& key,
                                   const at::Tensor& param);
 

@@ -36,7 +36,7 @@ void NormStatistics::move_to(const at::Device& device) {
   if (bytes_.device() == device) return;
   synchronize(bytes_.device());
   const at::Tensor before = mirror_;
-  retired_.push_back(bytes_);  // replays of captured CUDA graphs write both
+  retired_.push_back(bytes_);  // captured CUDA graphs still write both tensors when replayed
   retired_.push_back(before);
   allocate(device);
   fill(*as<NormGuardMemory>(before));

@@ -16,7 +16,7 @@
 
 namespace amp_ext::optim {
 
-enum class OptionType {  // options up to kLimit hold one number
+enum class OptionType {  // options of the types up to kLimit hold one number
   kLearningRate,  // a number; in Python also a tensor, whose value kernels read on its device
   kNumber,
   kNumberFrom0,
@@ -82,8 +82,9 @@ class AMP_EXT_API GroupOptions {
   virtual bool has_float16_params() const = 0;
   virtual bool takes_tensors() const = 0;
 
-  // name_of returns the name of an option in errors ("Adam: lr of group 1"). shown returns its
-  // value as errors print it; with `index`, only the number at this index of a tuple.
+  // name_of returns the name of an option in errors ("Adam: lr of group 1"). shown returns the
+  // option's value as errors print it or, if `index` is given, only the number at this index of a
+  // tuple.
   virtual std::string name_of(const OptionDescription& option) const = 0;
   virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
 
@@ -103,8 +104,9 @@ struct AMP_EXT_API OptimizerDescription {
 
   std::vector<OptionDescription> options;  // common options such as lr come first
   std::vector<BufferDescription> buffers;  // all buffers of the formula
-  std::vector<Source> sources;      // one for each hyperparameter, in the order of set_fields
-  bool counts_from_buffer = false;  // torch stores no step count: no buffer means no step so far
+  std::vector<Source> sources;  // one for each hyperparameter, in the order of set_fields
+  // True if torch stores no step count, so that a state without a buffer has taken no step so far.
+  bool counts_from_buffer = false;
   // Builds the table of hyperparameters from the options of all groups.
   GroupTable (*table)(const std::vector<const GroupOptions*>& groups) = nullptr;
   // Returns torch's error message for defaults that contradict each other, or null.
@@ -133,14 +135,14 @@ AMP_EXT_API std::vector<std::string> names_of_all_buffers();
 // does not check.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
-// Throws if a step can't use the value of an option, in defaults or in a group. Ranges that only
-// torch enforces are left to `check_as_torch`, because groups may exceed them.
+// Throws if a step can't use the value of an option, in defaults or in a group. Does not check
+// ranges that only torch enforces, because groups may exceed them; see check_as_torch.
 AMP_EXT_API void check_values(const GroupOptions& options);
 
 // Calls check_values, and throws if options of a group contradict each other.
 AMP_EXT_API void check_group(const GroupOptions& options);
 
-// Options about the norm over all gradients, so all groups must have the same values.
+// Options that must be the same in all groups, because they use the norm over all gradients.
 struct ClippingOptions {
   std::optional<double> max_grad_norm;
   bool skip_nonfinite = false;
@@ -155,8 +157,8 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// Returns how many buffers of the formula a group uses, counted from the first. AMSGrad's maximum,
-// which is used only if AMSGrad is on, comes last.
+// Returns how many buffers of the formula a group uses, counted from the first. AMSGrad's maximum
+// comes last, because it is used only if AMSGrad is on.
 AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.

@@ -37,7 +37,7 @@ std::vector<int64_t> places_of(const Names& own, const Names& saved) {
     const auto place = places.find(name);
     if (place == places.end()) return {};
     found.push_back(place->second);
-    places.erase(place);  // a second parameter of this name is then not found
+    places.erase(place);  // so that a second parameter of this name is not found
   }
   return found;
 }

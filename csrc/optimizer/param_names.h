@@ -15,13 +15,13 @@ using Names = std::vector<std::string>;
 // FullyShardedDataParallel and checkpoint_wrapper add to them.
 AMP_EXT_API Names without_wrappers(const Names& names);
 
-// Returns, for each parameter in `own`, the index of its name in `saved`. Empty unless both sides
-// have the same names, each once. Parts that wrappers add to names are ignored.
+// Returns the index in `saved` of each name in `own`. Returns an empty list unless both lists have
+// the same names and each name occurs once. Parts that wrappers add to names are ignored.
 AMP_EXT_API std::vector<int64_t> indices_by_name(const Names& own, const Names& saved);
 
-// Returns an error text if both sides have the same names, each once, but a name is in another
-// group of the file, because loading by position would then give its state to another parameter.
-// Otherwise returns "".
+// Returns an error text if indices_by_name() matches all names, but a parameter is in another group
+// of the file. Loading by position would then give its state to another parameter. Returns an empty
+// string if there is no such parameter.
 AMP_EXT_API std::string misplaced_param(const std::vector<Names>& own,
                                         const std::vector<Names>& saved);
 

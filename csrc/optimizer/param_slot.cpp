@@ -1,5 +1,5 @@
-// Finds changes of a parameter's tensors, fills KernelTensorArgs, and copies dense copies back
-// after a step.
+// Finds changes of a parameter's tensors, fills KernelTensorArgs, and after a step copies the
+// results from dense copies to their originals.
 #include "optimizer/param_slot.h"
 
 #include <ATen/core/grad_mode.h>
@@ -106,7 +106,7 @@ bool ParamSlot::take_fingerprint(int list) {
   return true;
 }
 
-// Most gradients are new in each step but laid out like the last one: only the address changes.
+// Usually a gradient is a new tensor that differs from the last gradient only in its address.
 bool ParamSlot::take_new_grad() {
   const at::Tensor& grad = this->grad();
   if (!is_plain(grad) || !grad.is_contiguous() || !grad.sizes().equals(param().sizes()) ||
@@ -171,7 +171,8 @@ void ParamSlot::fill_args() {
   args.global_offset = global_offset;
   args.group = static_cast<int32_t>(group);
   grad_is_current = true;
-  // A fingerprint has no strides, so the args of non-contiguous tensors are filled in every step.
+  // A fingerprint does not show changed strides, so the args of non-contiguous tensors are filled
+  // in every step.
   args_are_current =
       contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {

@@ -20,8 +20,8 @@ namespace amp_ext {
 
 // The state of one parameter. A tensor that the optimizer does not use is undefined.
 struct ParamState {
-  // exp_avg and so on, of the parameter's shape. 8-bit buffers are int8 (ratios to the root of the
-  // second moment) or uint8 (quantized in blocks, in the order of the parameter's memory).
+  // Buffers such as exp_avg, of the parameter's shape. 8-bit buffers are int8 (ratios to the root
+  // of the second moment) or uint8 (quantized in blocks along the parameter's memory).
   std::vector<at::Tensor> buffers;
   at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
   at::Tensor step;          // float32, one element
@@ -32,12 +32,13 @@ struct ParamState {
 enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
 inline constexpr int kLists = kBuffer0 + kMaxBuffers;
 
-// Returns the dtype in which kernels read a gradient: its own if there is a kernel for it,
-// otherwise float32. Kernels for quantized moments read the parameter's dtype.
+// Returns the dtype in which kernels read a gradient: the parameter's dtype if moments are
+// quantized (`has_codes`), otherwise the gradient's dtype if there is a kernel for it, otherwise
+// float32.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
 
-// Returns a corrected float32 master: where the master does not round to the parameter, the
-// parameter was changed after it, and its value is taken.
+// Returns a corrected float32 master. Where the master does not round to the parameter, the
+// parameter was changed after the master, so the parameter's value replaces the master's.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 // A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
@@ -47,8 +48,8 @@ struct ContiguousCopy {
   bool written;  // the kernel writes `dense`, so it must be copied back
 };
 
-// Number of slots that a loop prefetches ahead: tensors earlier than storages, because the address
-// of a storage is read from its tensor.
+// How many slots ahead a loop prefetches tensors and storages. Tensors come earlier, because the
+// address of a storage is read from its tensor.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
@@ -57,8 +58,8 @@ struct ParamSlot {
   // because counting a reference would take longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
-  std::optional<SeenTensor> param_of_master;  // the parameter when its master was last rounded
-  bool master_is_current = false;  // whether the parameter was not written since param_of_master
+  std::optional<SeenTensor> param_of_master;  // parameter when its master was last rounded to it
+  bool master_is_current = false;  // whether the parameter is still as in param_of_master
   bool is_sharded = false;
   bool args_are_current = false;  // whether args is up to date, except for the gradient
   bool grad_is_current = false;   // whether args has the present gradient
@@ -71,15 +72,15 @@ struct ParamSlot {
   std::optional<OptimizerKernel> kernel;
   std::array<Fingerprint, kLists> fingerprints;
   KernelTensorArgs args;
-  std::optional<SeenTensor> seen_grad;  // gradient of the last scan, or last step with a scale
+  std::optional<SeenTensor> seen_grad;  // gradient at the last scan or the last step with a scale
   const void* seen_grad_data = nullptr;
   std::vector<ContiguousCopy> contiguous_copies;
   at::Tensor refreshed_master;           // corrected float32 master, if the parameter was changed
   c10::MaybeOwned<at::Tensor> shard_of;  // the unsharded parameter, if current_param is a shard
   int64_t partition = 0;
   int64_t global_offset = 0;
-  uint8_t low_precision = 0;  // values in 16 or 8 bits, as in KernelTensorArgs::dithered
-  uint8_t dithers = 0;        // quantized buffers, which are dithered if the group dithers anything
+  uint8_t low_precision = 0;  // bits of KernelTensorArgs::dithered for 16-bit and 8-bit values
+  uint8_t dithers = 0;        // bits of quantized buffers, dithered if the group dithers anything
   int64_t group;
   int64_t index_in_group;
 
@@ -100,8 +101,8 @@ struct ParamSlot {
   // True if the gradient is still seen_grad and was not written since see_grad().
   bool grad_is_as_seen() const;
   void see_grad();
-  // Prefetch all tensors of the slot, or their storages. Otherwise the checks, which read them one
-  // after the other, would wait for a cache miss at each.
+  // Prefetch all tensors of the slot, or all storages. The checks read them one after the other and
+  // would otherwise wait for a cache miss at each of them.
   AMP_EXT_INLINE void prefetch_tensors() const {
     for (int list = 0; list < kLists; ++list) {
       if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
@@ -113,7 +114,7 @@ struct ParamSlot {
     }
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());
   }
-  // Prefetch what a scan of the gradients reads.
+  // Prefetch the tensor, or the storages, that a scan of the gradients reads.
   AMP_EXT_INLINE void prefetch_grad() const {
     if (has_grad()) prefetch(grad().unsafeGetTensorImpl());
   }
@@ -124,10 +125,10 @@ struct ParamSlot {
   BufferFormat format(int buffer) const;  // derived from the buffer's dtype
   bool has_codes() const;                 // whether args has a quantized buffer
 
-  // Before a step writes a tensor: if a lazy clone (copy-on-write) shares its memory, gives the
-  // tensor a copy of its own and returns true.
+  // If a lazy clone (copy-on-write) shares the memory of a tensor, gives the tensor a copy of its
+  // own before a step writes it. Returns true in this case.
   bool leave_lazy_clone(int list);
-  // Updates the fingerprint of a tensor. Returns true if it has changed.
+  // Updates the fingerprint of a tensor. Returns true if the fingerprint has changed.
   bool take_fingerprint(int list);
   // If a new gradient needs no conversion and no dense copy, puts it into args and returns true.
   // Otherwise returns false.

@@ -93,7 +93,7 @@ void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
   check_buffers(slot);
 }
 
-// Checks the dtypes of the buffers, and the exponents and the gradient that quantized ones require.
+// Checks the dtypes of buffers, and the exponents and gradient that quantized buffers require.
 void ParamSlotChecks::check_buffers(const ParamSlot& slot) const {
   const at::ScalarType dtype = slot.param().scalar_type();
   const auto check = [&](int list, bool ok, const auto&... message) {

@@ -39,7 +39,7 @@ bool has(const Keys& keys, const std::string& key) {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
 }
 
-// True for groups of amp_ext and of torch since 2.4, known by options that other libraries lack.
+// True if the group has an option that only amp_ext and torch since 2.4 write.
 bool may_have_entries_of_users(const SavedGroup& group) {
   return has(group.keys, "master_weights") || has(group.keys, "fused");
 }
@@ -67,7 +67,7 @@ void check_signatures(const Loader& loader, const std::vector<SavedGroup>& group
   }
 }
 
-// Adam requires 'amsgrad' too, to refuse files of RAdam, Adamax and others, which lack it. Files of
+// Adam also requires 'amsgrad', because files of RAdam, Adamax and others lack it. Files of
 // FusedAdam and of transformers' AdamW have 'bias_correction' or 'correct_bias' instead.
 void check_required(const Loader& loader, const SavedGroup& group, const std::string& where) {
   Keys missing;

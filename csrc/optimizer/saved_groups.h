@@ -22,11 +22,11 @@ struct AMP_EXT_API SavedGroup {
 
   Keys keys;                          // the keys that are strings
   std::string shown_keys;             // all keys, as errors print them
-  std::map<std::string, Flag> flags;  // entries with the names in kSavedFlags
+  std::map<std::string, Flag> flags;  // entries whose keys are in kSavedFlags
   bool has_step = false;              // whether there is an entry "step"
 
-  // True if the group's "step" counts for all of its states, as in FusedAdam of apex and of
-  // TransformerEngine.
+  // True if the group's "step" is the step count of all of its states, as in files of FusedAdam
+  // (apex and TransformerEngine).
   bool counts_for_states() const;
 };
 
@@ -44,14 +44,14 @@ struct AMP_EXT_API Loader {
   std::vector<bool> decouples;  // value of decoupled_weight_decay in each group
 };
 
-// Throws unless the groups and states of a file have all that the optimizer needs and nothing that
-// may change what a step does. Entries that a user added are allowed in files of torch and of
-// amp_ext, and wherever the optimizer's own groups have them.
+// Throws if the groups or states of a file lack a required key, or have an unknown key that may
+// change what a step does. Keys that a user added are allowed in files of torch and of amp_ext, and
+// in any file if the optimizer's own groups have these keys.
 AMP_EXT_API void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                                     const Keys& state_keys);
 
-// Throws torch's error unless the saved groups have the same numbers of parameters as the
-// optimizer's. `own` and `saved` hold the number of parameters of each group.
+// Throws torch's error unless each saved group has as many parameters as the optimizer's group.
+// `own` and `saved` hold the number of parameters of each group.
 AMP_EXT_API void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved);
 
 }  // namespace amp_ext::optim

@@ -61,8 +61,9 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   }
 }
 
-// Returns the quantized formats in which a file has a moment. Returns none if the file also has it
-// as a floating-point tensor, because only a later program without 8-bit support writes that.
+// Returns the quantized formats in which a file has a moment. Returns none if the file also has the
+// moment as a floating-point tensor, because that tensor is newer: a program without 8-bit support
+// has added it.
 std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
   if (saved.find(name) != nullptr) return {};
   return saved_codes(present_in(saved), name);
@@ -104,8 +105,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Returns all moments in a file, including those that the group does not use now, because a
-// training loop may change its options.
+// Returns all moments in a file, including moments that the group does not use now, because a
+// training loop may change the group's options.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;
@@ -120,7 +121,7 @@ StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const Save
   for (const MomentFormat& wanted : formats) {
     const SavedValue* const numbers = saved.find(wanted.name);
     if (numbers == nullptr) continue;
-    // A second moment stays float32 until ratios are quantized, because they depend on its root.
+    // A second moment stays float32 until the ratios to its root are quantized.
     const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
     found[wanted.name] = copy_of(*numbers, param.local, is_exact ? wanted.dtype : at::kFloat);
   }

@@ -1,5 +1,5 @@
-// Converts the state of a parameter from a file. amp_ext, torch or another library may have written
-// it, and with other options than the optimizer has now.
+// Checks and converts the state of a parameter from a file. amp_ext, torch or another library may
+// have written the file, and the options of the optimizer may have been different.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ struct AMP_EXT_API SavedValue {
 };
 
 struct AMP_EXT_API SavedState {
-  // Values under keys that the optimizer knows, in the file's order. None is left out.
+  // All values under keys that the optimizer knows, in the file's order.
   std::vector<std::pair<std::string, SavedValue>> values;
   std::string keys;  // all keys in the file, as errors print them
 
@@ -35,8 +35,8 @@ struct AMP_EXT_API SavedState {
 AMP_EXT_API void check_saved_state(const StateSpec& spec, const ParamRef& param,
                                    const SavedState& saved, const std::string& operation);
 
-// Returns copies of a saved state in the formats that `spec` asks for, in the file's order. The
-// tensors in `saved` must be this rank's shards.
+// Returns copies of the tensors of a saved state, in the formats that `spec` asks for and in the
+// file's order. The tensors in `saved` must be this rank's shards.
 AMP_EXT_API StateMap loaded_state(const StateSpec& spec, const ParamRef& param,
                                   const SavedState& saved);
 

@@ -30,8 +30,8 @@ AMP_EXT_API void set_under(StateMap& state, const std::string& key, at::Tensor t
 AMP_EXT_API HasKey keys_in(const StateMap& state);
 AMP_EXT_API Masters masters_in(const StateMap& state);
 
-// A parameter and its position in the optimizer. The unsharded parameter determines the formats of
-// the state, so that all ranks have the same formats; its tensors are shards like `local`.
+// A parameter and its position in the optimizer. `unsharded` determines the formats of the state,
+// so that all ranks have the same formats. The tensors of the state are shards like `local`.
 struct AMP_EXT_API ParamRef {
   at::Tensor unsharded;  // the whole parameter; only dtype, sizes and strides are read
   at::Tensor local;      // this rank's shard, or the whole parameter
@@ -43,21 +43,22 @@ struct AMP_EXT_API ParamRef {
   std::string place() const { return c10::str("group ", group, ", param ", index); }
 };
 
-// Describes the state of each parameter of a group, as its formula and options require it.
+// Describes the state that a parameter of a group needs, given the formula and the options.
 struct AMP_EXT_API StateSpec {
   std::string optimizer;                    // the name of the optimizer, for errors
   at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
   int buffer_count = 0;                     // how many of `buffers` the group uses
   bool keeps_step = true;                   // whether states have a step count
-  // Whether a state that lacks a buffer is refused. If false, its next step counts as the first.
+  // Whether a state that lacks a buffer is refused. If false, the next step of such a state counts
+  // as its first step.
   bool needs_buffers = true;
   bool needs_step = true;  // whether a state without its step count is refused
   MasterWeights master_weights = true;
   StateDType state_dtype;
   std::optional<std::string> rounding;
 
-  // Return names of buffers, which are torch's keys ("exp_avg"): names() of the buffers that the
-  // group uses, all_names() of all buffers of the formula.
+  // Return the names of buffers, which are torch's keys such as "exp_avg". names() lists the
+  // buffers that the group uses, all_names() all buffers of the formula.
   std::vector<std::string> names() const;
   std::vector<std::string> all_names() const;
 
@@ -76,7 +77,7 @@ struct AMP_EXT_API StateSpec {
   // Returns the keys that a state requires but lacks.
   std::vector<std::string> missing_from(const HasKey& has_key) const;
 
-  // True if two specs of the same optimizer require the same states by the same options.
+  // True if two specs of the same optimizer require the same states and have the same options.
   friend bool operator==(const StateSpec& a, const StateSpec& b) {
     return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
            a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&
@@ -93,16 +94,16 @@ AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& o
 AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                                     const StateRequirements& requirements);
 
-// Returns the state with everything that `spec` requires: missing tensors are created, and others
-// converted to the right dtype, format and device. Tensors that fit are returned unchanged, and
-// none is written. Throws if only some of the required entries exist.
+// Returns a state with all tensors that `spec` requires: missing tensors are created, tensors of a
+// wrong dtype, format or device are converted, and all others returned unchanged. No given tensor
+// is written. Throws if only some of the required entries exist.
 AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
 // Returns the tensors of a complete state that a step reads and writes.
 AMP_EXT_API ParamState state_of_step(const StateSpec& spec, const ParamRef& param,
                                      const StateMap& state);
 
-// Returns copies of moments and master in float32 (float64 moments stay so), under torch's keys.
+// Returns float32 copies of moments and master, under torch's keys. float64 moments stay float64.
 AMP_EXT_API StateMap float32_state(const StateSpec& spec, const ParamRef& param,
                                    const StateMap& state);
 

@@ -25,7 +25,8 @@ AverageHyperparameters hyperparameters_of(const AverageOptions& options) {
   return {options.decay.value_or(0.0), !options.decay.has_value(), options.warmup, options.every};
 }
 
-// Returns the kernel arguments of a weight and its average; a weight in another layout is copied.
+// Returns the kernel arguments of a weight and its average. A weight whose layout differs from the
+// average's is copied.
 KernelTensorArgs args_of(const AveragedWeight& weight, const at::Tensor& average,
                          std::vector<at::Tensor>& contiguous_copies) {
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype) {
@@ -132,8 +133,8 @@ std::vector<int64_t> Plan::params_without_state() const {
   return indices;
 }
 
-// Returns the weights to average. An out-of-date master is corrected as in the next step. A state
-// of another dtype or shape is ignored, because it no longer fits the parameter.
+// Returns the weights to average. An out-of-date master is corrected as the next step would correct
+// it. A state whose dtype or shape no longer fits the parameter is ignored.
 std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   std::vector<AveragedWeight> weights;
   weights.reserve(slots_.size());
@@ -192,8 +193,8 @@ void Plan::swap_out(WeightAverages& averages) {
   if (end.failure != nullptr) std::rethrow_exception(end.failure);
 }
 
-// Adds the writes of a swap to the remembered versions: the parameters have their old bits again,
-// so their masters are still up to date.
+// Adds the writes of a swap to the remembered versions of the parameters. Their masters are still
+// up to date, because the parameters have their old bits again.
 void Plan::forget_writes(const SwapEnd& end) {
   const auto forget = [&](const void* object, SeenTensor& seen) {
     const auto writes = end.writes.find(object);
@@ -229,7 +230,7 @@ void WeightAverages::check(const Average& average, const AveragedWeight& weight)
               described(weight.param), ". Call restart() to begin a new average.");
 }
 
-// Returns the entry of a device; adds one with counters of 0 if there is none.
+// Returns the entry of a device. Adds an entry with counters of 0 if the device has none.
 WeightAverages::OfDevice& WeightAverages::on_device(std::vector<OfDevice>& devices,
                                                     const at::Device& device) {
   const auto place = std::find_if(devices.begin(), devices.end(),
@@ -243,7 +244,7 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
   list(weights, /*begins_anew=*/false);
 }
 
-// With `begins_anew`, an average that no longer fits its weight is replaced by a new one.
+// If `begins_anew` is true, an average that no longer fits its weight is replaced by a new average.
 void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begins_anew) {
   bool are_registered = weights.size() == averages_.size();
   for (size_t i = 0; are_registered && i < weights.size(); ++i) {

@@ -37,9 +37,9 @@ AMP_EXT_API const char* name_of(Averaging averaging);
 // Returns an error text if the options are invalid; empty if they are valid.
 AMP_EXT_API std::string wrong_in(const AverageOptions& options);
 
-// Launches one update of averages that are dense and on one device. Weights in another layout than
-// their averages, and float64 weights, are copied first. `counters` is that of
-// WeightAverages::counters(); an undefined `step_applied` means that the step was applied.
+// Launches one update of averages that are dense and all on one device. Float64 weights, and
+// weights whose layout differs from their averages', are copied first. `counters` are those of
+// WeightAverages::counters(), and an undefined `step_applied` means that the step was applied.
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& step_applied,
@@ -51,22 +51,22 @@ void check_weights_are_in(const std::string& operation, bool is_swapped);
 // Result of restoring the parameters after they held averages.
 struct SwapEnd {
   std::unordered_map<const void*, int64_t> writes;  // by parameter: how often the swap wrote it
-  std::exception_ptr failure;  // the first error; null: all are restored exactly
+  std::exception_ptr failure;  // first error; null if all parameters are restored exactly
 };
 
 class AMP_EXT_API WeightAverages {
  public:
   explicit WeightAverages(AverageOptions options);
 
-  // Keeps one average for each of these weights, in their order. A new average starts at the
-  // present weight; averages of other weights are dropped.
+  // Keeps one average for each of `weights`, in this order. A new average starts at the present
+  // weight. Averages of other weights are dropped.
   void list(const std::vector<AveragedWeight>& weights);
   // Returns how often `list` has changed the list of weights.
   int64_t listings() const { return listings_; }
 
-  // Adds the weights after step number `step` to the averages, once for each step. The first call
-  // adds nothing, because its step was taken before the averages existed. The average of a weight
-  // that was registered since the last step restarts at the present weight.
+  // Adds the weights after step number `step` to the averages, at most once for each step. The
+  // first call adds nothing, because its step was taken before the averages existed. The average of
+  // a weight that was registered since the last step restarts at the present weight.
   void take(const std::vector<AveragedWeight>& weights, const at::Tensor& step_applied,
             int64_t step);
 
@@ -74,10 +74,10 @@ class AMP_EXT_API WeightAverages {
   // still have the same dtype and shape keep their memory.
   void restart(const std::vector<AveragedWeight>& weights, int64_t step);
 
-  // Copies the averages into the parameters. If it throws, some parameters may already hold them.
+  // Copies the averages into the parameters. After an error, some parameters may hold averages.
   void swap_in(const std::vector<AveragedWeight>& weights);
-  // Restores the parameters if they hold averages. An error does not stop it: every parameter that
-  // still has its dtype, shape and device is restored.
+  // Restores the parameters if they hold averages. Every parameter that still has its dtype, shape
+  // and device is restored, even if an error occurs at another parameter.
   SwapEnd swap_out();
   bool is_swapped() const { return is_swapped_; }
   // Throws an error that names `operation` if the parameters currently hold the averages.
@@ -85,11 +85,11 @@ class AMP_EXT_API WeightAverages {
 
   // Returns the averages, one for each weight, in the dtype of the options.
   std::vector<at::Tensor> averages() const;
-  // Returns two int64: the number of applied steps, and of updates of the averages. Undefined if
-  // there are no weights.
+  // Returns a [2] int64 tensor: the number of applied steps and the number of updates of the
+  // averages. Undefined if there are no weights.
   at::Tensor counters() const;
   // Returns the indices of weights that were registered since the last step. Their averages restart
-  // at the next one.
+  // at the next step.
   std::vector<int64_t> joined() const;
   // Loads saved results of averages(), counters() (as `steps` and `n_averaged`) and joined().
   // Checks everything before it changes anything.
