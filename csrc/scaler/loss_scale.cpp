@@ -1,4 +1,4 @@
-// Creates, scans, updates and loads the tensors of a loss scale, and words its messages.
+// Creates, updates and loads the tensors of a loss scale, scans gradients, and words the messages.
 #include "scaler/loss_scale.h"
 
 #include <ATen/core/grad_mode.h>
@@ -23,7 +23,7 @@ namespace {
 // Value of first_nonfinite if ranks have different scales. No parameter has this index.
 constexpr int64_t kScalesDiffer = kNoTensor - 1;
 
-// Returns the tensor on `device`, or an undefined one.
+// Returns the tensor in the list that is on `device`, or an undefined tensor if there is none.
 at::Tensor on_device(const std::vector<at::Tensor>& tensors, const at::Device& device) {
   for (const at::Tensor& tensor : tensors) {
     if (tensor.device() == device) return tensor;

@@ -42,12 +42,12 @@ struct ScaleState {
 // The result of one scan of gradients, as an update reads it. The update resets first_nonfinite.
 struct ReportedFlag {
   at::Tensor found_inf;        // [] float32, not 0 after an overflow
-  at::Tensor first_nonfinite;  // [] int64, index of the first bad gradient; undefined: not recorded
+  at::Tensor first_nonfinite;  // [] int64 index of the first gradient with inf or NaN, or undefined
   int64_t slot;                // index of the optimizer's report in the monitor
 };
 
-// Updates the scale: it backs off if a flag is set and may grow if none is. Records the update in
-// the monitor, unless `monitor` is null.
+// Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
+// the monitor unless `monitor` is null.
 void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
                   const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor);
 
@@ -68,9 +68,9 @@ class AMP_EXT_API LossScale {
   // that they can be written after the mode has ended.
   void make(const at::Device& device);
 
-  // Loads a state dict, either all of it or, if `entry` throws, nothing. min_scale and max_scale
-  // stay as they are. `entry` returns the number under a name; it throws if a required entry is
-  // missing or a value is invalid.
+  // Loads a state dict; min_scale and max_scale stay unchanged. `entry` returns the number under a
+  // name, and throws if a required entry is missing or a value is invalid. If `entry` throws,
+  // nothing is loaded.
   using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
   void load(const Entry& entry);
 
@@ -78,27 +78,27 @@ class AMP_EXT_API LossScale {
   // report.
 
   // Returns the slot of the optimizer at address `key`. A slot whose `is_alive` returns false does
-  // not count: its optimizer was destroyed, and another one may have the same address now.
+  // not count: its optimizer was destroyed, and another optimizer may now have this address.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
   // Returns the slot of an optimizer, and adds a slot if the optimizer is unknown.
-  // `guard_has_skipped` returns whether a NormGuard skipped its last step, which flags don't show.
+  // `guard_has_skipped` returns whether a NormGuard skipped the last step, which flags don't show.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
-  // Starts an iteration of an optimizer. Drops the result of its last scan if no update has read
-  // it. Returns a found_inf of 0 on the device of the scale. Callers must copy and never write it.
+  // Starts an iteration of an optimizer, and drops its last scan if no update has read it. Returns
+  // a found_inf of 0 on the scale's device. Callers must copy this tensor and never write it.
   const at::Tensor& start_iteration(int64_t slot);
 
-  // Scans the gradients on one device, one for each parameter (see grads_by_device). Multiplies
-  // them by `inv_scale` if it is given. Returns a copy of `found_inf`, set to 1 if a gradient is
-  // inf or NaN.
+  // Scans the gradients on one device; `grads` has one tensor for each parameter (see
+  // grads_by_device). Multiplies the gradients by `inv_scale` if it is given. Returns a copy of
+  // `found_inf`, set to 1 if a gradient is inf or NaN.
   at::Tensor scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                   const OptionalTensor& inv_scale);
 
   // Returns the tensor ([] int64 on `device`) that a scan lowers to the index of the first gradient
-  // with inf or NaN. The index counts all parameters of all groups, even without a gradient.
+  // with inf or NaN. The index counts parameters of all groups, with or without a gradient.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
   // Stores the first_nonfinite tensors of an optimizer that scans its own gradients, one per
@@ -115,13 +115,13 @@ class AMP_EXT_API LossScale {
   void make_room();
 
   // Updates the scale from the flags of an iteration, without waiting for the device. Each flag is
-  // an optimizer's slot with its found_inf on one device. If `set` is not null, it is called to set
-  // the scale, and the flags only count in the statistics. Returns new messages, each once, about
-  // the last update that the device has finished.
+  // an optimizer's slot with its found_inf on one device. If `set` is not null, update() calls it
+  // to set the scale, and only records the flags in the statistics. Returns messages about the last
+  // update that the device has finished, and each message only once.
   LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
                      const std::function<void()>& set);
 
-  // Returns true at most once: if the scale `value` is so small that 1 / `value` is inf in float32.
+  // Returns true once, when a scale `value` is so small that 1 / `value` is inf in float32.
   bool must_warn_of(double value);
   // Returns the text of the warning. `value` is the scale as Python or C++ prints it.
   static std::string warning_of(const std::string& value);
@@ -131,8 +131,9 @@ class AMP_EXT_API LossScale {
 
   // Statistics, as of the last update that the device has finished. Reading them never waits.
 
-  // Returns whether the last step of the optimizer in `slot` was skipped, or that of any optimizer
-  // if `slot` is nullopt. Returns nullopt if there was no step.
+  // Returns whether the last step of the optimizer in `slot` was skipped. If `slot` is nullopt,
+  // returns whether the last step of any optimizer was skipped. Returns nullopt if there was no
+  // step.
   std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
   // `initial_scale` is the scale to report before the first update.
   ScalerStats stats(double initial_scale) const;

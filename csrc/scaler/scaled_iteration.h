@@ -1,5 +1,5 @@
 // The iteration of one optimizer, from the scaler's first scan of its gradients to the update. The
-// GradScalers of Python and of C++ share these checks.
+// GradScalers of Python and of C++ share this class.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,17 +20,17 @@ namespace amp_ext {
 
 // A parameter with its gradient.
 struct ParamGrad {
-  const void* param;  // identity of the parameter: a TensorImpl* or a PyObject*
-  at::Tensor grad;    // its values if it is sparse, its local shard if a DTensor; may be undefined
+  const void* param;    // identity of the parameter: a TensorImpl* or a PyObject*
+  at::Tensor grad;      // gradient (values if sparse, local shard if a DTensor), or undefined
   int64_t version = 0;  // the gradient's version counter, which in-place writes increase
 };
 
 using GradsByDevice = std::vector<std::pair<at::Device, TensorList>>;
 
-// Sorts gradients by device. Each device gets a list with one tensor per parameter, so that indices
-// remain those of the parameters: the gradient, the values of a sparse gradient, or an empty tensor
-// if the gradient is undefined or on another device. Sparse float16 gradients are coalesced first,
-// since a sum of finite entries may overflow.
+// Sorts gradients by device. The list of each device has one tensor for each parameter, so that
+// indices count parameters: the gradient, the values of a sparse gradient, or an empty tensor if
+// the gradient is undefined or on another device. Sparse float16 gradients are coalesced first,
+// because a sum of finite entries may overflow.
 //
 // Throws if a gradient is complex, or if it is float16 and `allow_fp16` is false.
 AMP_EXT_API GradsByDevice grads_by_device(const TensorList& params, TensorList grads,
@@ -43,8 +43,8 @@ class AMP_EXT_API ScaledIteration {
   int64_t slot;    // index of the optimizer's report, see LossScale::add_optimizer
   NameOf name_of;  // returns the name of a parameter by its index
   // True if an exception may have left gradients or parameters partly written. Only update() is
-  // allowed then. The scaler also sets it during a step of another package's optimizer, because it
-  // can't see how far such a step came if it fails.
+  // allowed then. The scaler also sets needs_reset during a step of another package's optimizer,
+  // because the scaler can't see how much a failed step has written.
   bool needs_reset = false;
 
   // Throws an error that names `operation`, a method of the scaler, if needs_reset is true.
@@ -55,8 +55,8 @@ class AMP_EXT_API ScaledIteration {
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
-  // Throws if a gradient may carry the scale although unscale_() was called: because the gradient
-  // did not exist yet, or was written or replaced after the next loss was scaled.
+  // Throws if a gradient may carry the scale although unscale_() was called, because the gradient
+  // did not exist then, or was written or replaced after the next loss was scaled.
   void check_unscaled(const std::vector<ParamGrad>& grads) const;
 
   // Notes that the scaler scales a loss: gradients that are written or replaced from now on may
@@ -64,8 +64,8 @@ class AMP_EXT_API ScaledIteration {
   void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
-  // Remembers the gradients that are about to be unscaled, and sets needs_reset, which the caller
-  // sets to false again once all of them are unscaled.
+  // Remembers the gradients that are about to be unscaled, and sets needs_reset. The caller clears
+  // needs_reset when all gradients are unscaled.
   void begin_unscaling(const std::vector<ParamGrad>& grads);
   // Undoes begin_unscaling if no gradient was written.
   void forget_unscaling();
@@ -76,7 +76,7 @@ class AMP_EXT_API ScaledIteration {
                                const at::Tensor& found_inf, const OptionalTensor& inv_scale);
 
  private:
-  // A gradient that was unscaled, as it was at that time.
+  // State of a gradient at the time when it was unscaled.
   struct Entry {
     std::optional<SeenTensor> grad;  // its storage and version, or nullopt if it has no storage
     int64_t offset = 0;              // the gradient's offset in the storage

@@ -12,7 +12,7 @@ namespace amp_ext {
 
 namespace {
 
-constexpr int64_t kFirstRoom = 8;  // number of optimizers with reports allocated at first
+constexpr int64_t kFirstRoom = 8;  // number of optimizer reports allocated at first
 
 }  // namespace
 
@@ -37,7 +37,7 @@ int64_t ScalerMonitor::add_optimizer() {
     const at::Tensor larger_mirror = bytes_on_host(device_, 2 * size);
     std::memcpy(larger_mirror.mutable_data_ptr(), optimizers_mirror_.const_data_ptr(),
                 static_cast<size_t>(size));
-    // A captured CUDA graph writes to the old tensors whenever it is replayed, so they must live.
+    // Replays of a captured CUDA graph still write the old tensors, so these must stay alive.
     retired_.push_back(optimizers_);
     retired_.push_back(optimizers_mirror_);
     optimizers_ = larger;

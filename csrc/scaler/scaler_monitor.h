@@ -14,8 +14,8 @@ namespace amp_ext {
 
 // The most recent updates of the scale, oldest first.
 struct ScaleHistory {
-  int64_t first_update;        // number of the oldest update in the lists; the very first is 1
-  std::vector<double> scales;  // scale that the gradients of each update had
+  int64_t first_update;        // number of the oldest update in the lists, counted from 1
+  std::vector<double> scales;  // loss scale of the gradients at each update
   std::vector<bool> skipped;   // whether each update found an overflow
 };
 
@@ -44,7 +44,7 @@ class AMP_EXT_API ScalerMonitor {
   at::Tensor mirror_;                // copy of report_ in host memory
   at::Tensor optimizers_;            // bytes of OptimizerReports on the device, with spare capacity
   at::Tensor optimizers_mirror_;     // copy of optimizers_ in host memory
-  std::vector<at::Tensor> retired_;  // outgrown buffers that updates may still write
+  std::vector<at::Tensor> retired_;  // outgrown tensors that replayed CUDA graphs may still write
   int64_t number_of_optimizers_ = 0;
 };
 
