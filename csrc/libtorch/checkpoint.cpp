@@ -1,4 +1,4 @@
-// Reads and writes files of Python's torch.save without Python, and archives that contain them.
+// Reads and writes torch.save's files without Python, and archives that contain such files.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -41,9 +41,9 @@ bool is_portable(at::ScalarType dtype) {
   return std::find(std::begin(kPortable), std::end(kPortable), dtype) != std::end(kPortable);
 }
 
-// Returns a copy with tensors on the CPU and with plain dicts and lists, which Python reads without
-// the types of TorchScript. Throws if Python can't read a value; `where` is its place in errors,
-// for example "value['state'][0]".
+// Returns a copy of `value` whose tensors are on the CPU and whose dicts and lists are plain, so
+// that Python can read the copy without TorchScript's types. Throws if Python can't read a part of
+// `value`. `where` is the name of `value` in errors, for example "value['state'][0]".
 c10::IValue portable(const std::string& operation, const c10::IValue& value,
                      const std::string& where) {
   if (value.isTensor()) {
@@ -174,8 +174,8 @@ uint32_t crc_of(const char* bytes, size_t size) {
   return ~crc;
 }
 
-// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. Behind
-// each record that is not empty stands its CRC, which is 0 everywhere in a file without CRCs.
+// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. Each
+// non-empty record is followed by its CRC. In a file without CRCs, 0 stands in place of each CRC.
 void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
   constexpr char kSignature[] = {'P', 'K', 7, 8};
   std::string damaged;
@@ -191,8 +191,8 @@ void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStream
     const char* const behind = record + size;
     TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
                 " has no CRC behind it");
-    // Torch's reader must read the same bytes. If a damaged header marks the record as a folder,
-    // the reader writes nothing, and the inverted first byte differs from the record.
+    // Checks that torch's reader returns the bytes of `record`. If a damaged header marks the
+    // record as a folder, the reader writes nothing, which the inverted first byte shows.
     const std::unique_ptr<char[]> read(new char[size]);
     read[0] = static_cast<char>(~record[0]);
     reader.getRecord(name, read.get(), size);

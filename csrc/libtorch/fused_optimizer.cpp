@@ -14,7 +14,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Copies to `options` those options of `from` that the user has set.
+// Copies the options that the user has set in `from` to `options`.
 void take_given(FusedOptions& options, FusedOptions& from) {
   const auto places = options.options();
   const auto given = from.options();
@@ -50,7 +50,7 @@ FusedOptimizer::~FusedOptimizer() = default;
 FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
 
 FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
-  if (this == &other) return *this;  // torch's self-assignment would lose the groups
+  if (this == &other) return *this;  // torch's self-assignment would lose the parameter groups
   Optimizer::operator=(std::move(other));
   impl_ = std::move(other.impl_);
   return *this;
@@ -124,7 +124,7 @@ FusedOptions& FusedOptimizer::options_of(size_t group) {
   return const_cast<FusedOptions&>(checked_options(group));
 }
 
-// Checks the options of all groups, since a training loop may have changed them, and returns them.
+// Checks and returns the options of all groups, which a training loop may have changed.
 std::vector<PlacedOptions> FusedOptimizer::checked_groups() {
   TORCH_CHECK(!param_groups_.empty(), impl_->optimizer_class.name,
               ": the optimizer has no parameter groups. Call add_param_group() first.");

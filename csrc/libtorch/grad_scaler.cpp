@@ -32,7 +32,7 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// Clears autocast's cache of casts after a step, because even a failed step may write parameters.
+// Clears autocast's cached casts after a step, because even a failed step may write parameters.
 struct ClearsCasts {
   ~ClearsCasts() { clear_autocast_cache(); }
 };
@@ -83,7 +83,7 @@ std::vector<ParamGrad> grads_in(const Optimizer& optimizer) {
   return grads;
 }
 
-// Returns the sum of the flags of all devices, as a new [] float32 on `device`.
+// Returns the sum of the found_inf flags of all devices, as a new [] float32 tensor on `device`.
 at::Tensor sum_of_flags(const std::vector<at::Tensor>& flags, const at::Device& device) {
   at::Tensor sum;
   for (const at::Tensor& flag : flags) {
@@ -120,22 +120,24 @@ std::optional<GradientScan> ScaledStep::scan_gradients(const at::Tensor&, const 
 struct GradScaler::State {
   enum class Stage { kReady, kUnscaled, kStepped };
 
-  // The iteration of one optimizer since the last update.
+  // The present iteration of one optimizer, which began after the scaler's last update.
   struct Iteration : ScaledIteration {
     Iteration(int64_t slot, NameOf name_of) : ScaledIteration(slot, std::move(name_of)) {}
 
     Optimizer* optimizer = nullptr;
     Stage stage = Stage::kReady;
-    std::vector<at::Tensor> found_infs;  // [] float32, one for each device
+    std::vector<at::Tensor> found_infs;  // [] float32 flags, one for each device
     std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> params;  // all parameters at unscale_()
   };
 
   LossScale loss_scale;
   c10::DeviceType device;
   bool enabled;
-  std::deque<Iteration> iterations;  // in the order of the first scans; references stay valid
-  std::map<int64_t, std::vector<size_t>> group_sizes;           // sizes of its groups, by slot
-  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;  // by slot; null: no guard
+  std::deque<Iteration> iterations;  // in the order of their first scans; references stay valid
+  // For each optimizer slot, the number of parameters in each group.
+  std::map<int64_t, std::vector<size_t>> group_sizes;
+  // For each optimizer slot, the NormGuard of the optimizer, or null.
+  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;
   bool is_stepping = false;
 
   void check_scale(const char* operation) const {
@@ -144,8 +146,8 @@ struct GradScaler::State {
                 "scaler.scale(loss or outputs) earlier in the iteration.");
   }
 
-  // Returns a pointer that identifies an optimizer. Optimizers of amp_ext have the same identity
-  // after a move; others are identified by their address.
+  // Returns a pointer that identifies an optimizer. An optimizer of amp_ext keeps its identity when
+  // it is moved to another address. Any other optimizer is identified by its address.
   static std::shared_ptr<const void> key_of(const Optimizer& optimizer, const char* operation) {
     const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
     if (ours == nullptr) return {std::shared_ptr<const void>(), &optimizer};
@@ -155,9 +157,9 @@ struct GradScaler::State {
     return key;
   }
 
-  // Returns the iteration of an optimizer, and starts it if there is none. The reference stays
-  // valid until the update, even if the optimizer's step steps another optimizer and so starts
-  // another iteration.
+  // Returns the iteration of an optimizer, or starts an iteration if there is none. The reference
+  // stays valid until the update, even if the optimizer's step() steps a second optimizer, for
+  // which another iteration starts.
   Iteration& iteration_of(Optimizer& optimizer, const char* operation) {
     const auto key = key_of(optimizer, operation);
     auto known = loss_scale.find_optimizer(key.get());
@@ -224,10 +226,10 @@ struct GradScaler::State {
     iteration.check_unscaled(grads);
   }
 
-  // Tells the unscaled iterations that another loss is scaled. Reads the gradients through weak
-  // references to the parameters, since the optimizers may have been destroyed.
+  // Tells the iterations with unscaled gradients that another loss is scaled. Reads gradients
+  // through weak references to the parameters, because optimizers may have been destroyed.
   void on_loss_scaled() {
-    for (Iteration& iteration : iterations) {  // empty in most loops, which scale once per update
+    for (Iteration& iteration : iterations) {  // often empty: most loops scale one loss per update
       if (!iteration.is_unscaled()) continue;
       std::vector<ParamGrad> grads;
       for (const auto& param : iteration.params) {
@@ -265,8 +267,8 @@ struct GradScaler::State {
       }
     }
     const at::Tensor found_inf = sum_of_flags(iteration.found_infs, scale.device());
-    // An optimizer of amp_ext needs no reset after an exception: its step wrote nothing, or the
-    // optimizer itself refuses further steps.
+    // An optimizer of amp_ext needs no reset if its step throws: either the step wrote nothing, or
+    // the optimizer itself refuses further steps.
     iteration.needs_reset = dynamic_cast<optim::FusedOptimizer*>(iteration.optimizer) == nullptr;
     const at::AutoGradMode as_outside(grad_mode);
     return scaled.step_scaled(grad_scale, found_inf);

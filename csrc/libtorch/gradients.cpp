@@ -36,7 +36,8 @@ std::vector<OnDevice> by_device(const TensorList& tensors) {
   return devices;
 }
 
-// Returns the names of tensors that contain inf or NaN, with their counts. Skips integer tensors.
+// Returns the names of tensors that contain inf or NaN, with the number of such elements in each.
+// Skips integer tensors.
 NonfiniteCounts counted(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
   const at::NoGradGuard no_grad;
   NonfiniteCounts counts;

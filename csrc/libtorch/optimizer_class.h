@@ -22,8 +22,8 @@ namespace amp_ext::optim {
 // order of OptimizerDescription::options.
 class PlacedOptions final : public GroupOptions {
  public:
-  // Only checks need the last three arguments. Errors join `operation`, the option's name and
-  // place(): "AdamW: lr of group 1", for example. `params` are the parameters of the group.
+  // The last three arguments are needed only for checks. Errors name an option by `operation`, its
+  // name and place(), for example "AdamW: lr of group 1". `params` are the parameters of the group.
   PlacedOptions(const OptimizerDescription& optimizer_class, const FusedOptions& options,
                 std::string operation = {}, std::function<std::string()> place = {},
                 const std::vector<at::Tensor>* params = nullptr)
@@ -65,7 +65,7 @@ void copy_option(const OptionPlace& from, const OptionPlace& to);
 struct OptimizerClass : OptimizerDescription {
   const std::type_info* type = nullptr;
   const char* name = nullptr;          // name of the class in messages and state dicts: "AdamW"
-  const char* base_class = nullptr;    // name of its base class in Python, or its own name
+  const char* base_class = nullptr;    // name of the Python base class; `name` if there is none
   const char* fixed_option = nullptr;  // name of an option that state dicts can't change, or null
   std::unique_ptr<FusedOptions> (*make_options)() = nullptr;
 };

@@ -32,7 +32,7 @@ struct FusedOptimizer::Impl {
   Dict other_states = new_dict();   // states of the loaded state dict that belong to no parameter
 };
 
-// Returns the name of a parameter in errors.
+// Returns the name of a parameter for errors, for example "group 0, param 3".
 inline std::string place(size_t group, size_t index) {
   return c10::str("group ", group, ", param ", index);
 }

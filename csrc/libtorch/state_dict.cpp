@@ -20,7 +20,7 @@ namespace {
 
 using SavedGroups = std::vector<Dict>;
 
-// Returns the value of an option as Python's state dicts store it: a dtype, for example, by name.
+// Returns the value of an option as Python's state dicts store it, for example a dtype by name.
 c10::IValue value_of(const OptionPlace& place) {
   if (auto* const* number = std::get_if<double*>(&place)) return **number;
   if (auto* const* flag = std::get_if<bool*>(&place)) return **flag;
@@ -44,8 +44,8 @@ c10::IValue value_of(const OptionPlace& place) {
   return c10::IValue(state_dtype == at::kBFloat16 ? "bfloat16" : "float32");
 }
 
-// Returns a number or flag that Python saved as a number, a bool, None or a tensor with one
-// element, and nullopt for any other value. None and false are 0.
+// Returns the number that Python saved as a number, a bool, None or a tensor with one element; None
+// and False count as 0. Returns nullopt for any other value.
 std::optional<double> plain_number(const c10::IValue& value) {
   if (value.isNone()) return 0.0;
   if (is_number(value)) return number_in(value);
@@ -109,12 +109,13 @@ Keys keys_of(const Dict& dict) {
   return keys;
 }
 
-// Adds to `dict` the entries of `others` whose keys it lacks.
+// Adds each entry of `others` to `dict`, unless `dict` already has the key of the entry.
 void insert_others(const Dict& dict, const Dict& others) {
   for (const auto& entry : others) dict.insert(entry.key(), entry.value());
 }
 
-// Returns the keys and flags of a saved group, by which checks recognize the library that wrote it.
+// Returns the keys and flags of a saved group. The checks use them to recognize the library that
+// wrote the group.
 SavedGroup saved_group(const Dict& group) {
   SavedGroup saved;
   saved.keys = keys_of(group);
@@ -139,8 +140,8 @@ Loader loader_of(const OptimizerClass& optimizer_class, const std::string& opera
   return loader;
 }
 
-// Returns a state without those buffers of other optimizers that are all 0. For example,
-// DeepSpeedCPULion writes an exp_avg_sq of zeros, which it never uses.
+// Returns a copy of a state without the buffers that belong to other optimizers and contain only
+// zeros. For example, DeepSpeedCPULion writes an exp_avg_sq of zeros, which Lion never uses.
 Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& state) {
   const Keys names = names_of_all_buffers();
   auto spec = new_dict();
@@ -157,7 +158,7 @@ Dict without_unused_moments(const OptimizerClass& optimizer_class, const Dict& s
   return spec;
 }
 
-// Returns the states of a state dict, by their keys as text: "0" for the int 0 in Python's files.
+// Returns the states of a state dict, with keys as text: "0" for the int 0 in Python's files.
 std::map<std::string, c10::IValue> states_of(const OptimizerClass& optimizer_class,
                                              const Dict& state_dict) {
   std::map<std::string, c10::IValue> states;
@@ -171,8 +172,8 @@ std::map<std::string, c10::IValue> states_of(const OptimizerClass& optimizer_cla
   return states;
 }
 
-// Returns the options of a group after a load: the saved values, except for options that a load
-// leaves as configured (OnLoad).
+// Returns the options that a group has after a load: the configured value of an option that a load
+// does not change (see OnLoad), and the saved value of any other option.
 std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class,
                                            const std::string& operation, const Dict& saved,
                                            size_t group, FusedOptions& configured) {
@@ -197,14 +198,15 @@ std::unique_ptr<FusedOptions> read_options(const OptimizerClass& optimizer_class
   return options;
 }
 
-// Returns a hint for the error about a dict that is no state dict of an optimizer. It names the key
-// under which the dict has one, and says if the dict has masters of apex, which are not read.
+// Returns a hint for the error about a dict that is not an optimizer's state dict. The hint names
+// the keys of `dict` whose values are such state dicts. It also says if the dict has master weights
+// of apex, because a load does not read them.
 std::string what_to_load(const Dict& dict) {
   std::string names, masters;
   for (const auto& entry : dict) {
     const bool is_of_masters =
         entry.key().isString() && entry.key().toStringRef().rfind("fp32_", 0) == 0;
-    if (is_of_masters && masters.empty()) {  // apex's FP16_Optimizer and classes modelled on it
+    if (is_of_masters && masters.empty()) {  // a key of apex's FP16_Optimizer or a similar class
       masters = "; the masters in " + shown(entry.key()) +
                 " are not read, but taken from the parameters: load the model first";
     }
@@ -216,8 +218,8 @@ std::string what_to_load(const Dict& dict) {
   return (names.empty() ? names : "; load its entry " + names + " instead") + masters;
 }
 
-// Returns the groups of a state dict. Throws if it lacks "state" or "param_groups", or if a group
-// is no dict with a list of "params".
+// Returns the groups of a state dict. Throws if the state dict lacks "state" or "param_groups", or
+// if a group is not a dict with a list under "params".
 SavedGroups saved_groups(const std::string& operation, const Dict& state_dict) {
   for (const char* const name : {"state", "param_groups"}) {
     TORCH_CHECK(find(state_dict, name).has_value(), operation, ": state_dict must have '", name,
@@ -289,15 +291,15 @@ c10::IValue FusedOptimizer::state_dict() const {
   return state_dict;
 }
 
-// A state dict that is being loaded. read() checks and converts all of it, and keep() then changes
-// the optimizer, so that a load that fails changes nothing.
+// A state dict that is being loaded. read() checks and converts the whole state dict before keep()
+// changes the optimizer, so that a failed load changes nothing.
 struct FusedOptimizer::Load {
   FusedOptimizer& optimizer;
   const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
   const std::string operation = c10::str(optimizer_class.name, ".load_state_dict");
   SavedGroups groups = {};
   std::vector<SavedGroup> groups_of_file = {};
-  std::map<std::string, c10::IValue> saved = {};  // the states, by their keys as text
+  std::map<std::string, c10::IValue> saved = {};  // saved states, with each key as text
   std::vector<std::unique_ptr<FusedOptions>> options = {};
   std::vector<std::unique_ptr<FusedParamState>> states = {};
   std::vector<Dict> other_entries = {};  // for each group, entries such as a scheduler's initial_lr
@@ -320,8 +322,8 @@ struct FusedOptimizer::Load {
     }
   }
 
-  // Throws unless this optimizer class can load the saved groups and states, and each group has as
-  // many parameters as the optimizer's.
+  // Throws unless this optimizer class can load the saved groups and states, and each saved group
+  // has as many parameters as the optimizer's group.
   void check_file() {
     Keys state_keys;
     for (const auto& [key, state] : saved) {
@@ -382,8 +384,8 @@ struct FusedOptimizer::Load {
     }
   }
 
-  // Converts the saved state of a parameter. `step` is the step count of the group, if its writer
-  // counts steps by group and not in each state (SavedGroup::counts_for_states).
+  // Converts the saved state of a parameter. `step` is the group's step count if the library that
+  // wrote the file counts steps by group (SavedGroup::counts_for_states).
   void read_state(const StateSpec& spec, const ParamRef& param, const Dict& dict,
                   const std::optional<c10::IValue>& step) {
     SavedState found = saved_state(spec, dict);
@@ -420,7 +422,7 @@ struct FusedOptimizer::Load {
     impl.other_entries = std::move(other_entries);
     impl.other_states = std::move(other_states);
     auto plan = std::make_unique<Plan>(optimizer_class.name);
-    plan->take_over(*impl.plan);  // the guard and tracking options are not part of state dicts
+    plan->take_over(*impl.plan);  // takes what state dicts lack: the guard and tracking options
     impl.plan = std::move(plan);
   }
 };

@@ -40,8 +40,8 @@ std::vector<StateSpec> FusedOptimizer::state_specs(const std::vector<PlacedOptio
   return specs;
 }
 
-// Returns the complete state of each parameter, in which missing tensors are new. The optimizer
-// does not change before keep_states().
+// Returns the complete state of each parameter; missing tensors are created. The optimizer does not
+// change until keep_states() stores the returned states.
 std::vector<StateMap> FusedOptimizer::init_states(const std::vector<StateSpec>& groups,
                                                   const std::vector<ParamRef>& params) const {
   const OutsideInferenceMode normal;
@@ -65,7 +65,7 @@ bool FusedOptimizer::keep_states(const std::vector<ParamRef>& params, std::vecto
       specs = std::make_unique<FusedParamState>(params[i].local);
       state = static_cast<FusedParamState*>(specs.get());
     }
-    state->tensors_ = std::move(made[i]);  // replaces only the tensors: users may hold *state
+    state->tensors_ = std::move(made[i]);  // only the tensors, because users may hold *state
   }
   return has_changed;
 }

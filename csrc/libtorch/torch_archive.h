@@ -10,9 +10,9 @@
 
 namespace amp_ext::optim {
 
-// Returns the state dict in an archive of torch::optim's class `name`, for these groups. Returns
-// nullopt if the archive holds something else or torch has no such class. Throws if torch's class
-// can't read the archive.
+// Reads an archive of torch::optim's class `name`, and returns its state dict for `param_groups`.
+// Returns nullopt if the archive holds something else or torch has no such class. Throws if torch's
+// class can't read the archive.
 std::optional<c10::IValue> read_torch_archive(
     const std::string& name, torch::serialize::InputArchive& archive,
     const std::vector<torch::optim::OptimizerParamGroup>& param_groups);

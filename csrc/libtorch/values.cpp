@@ -29,7 +29,7 @@ at::ArrayRef<c10::IValue> elements_of(const c10::IValue& value) {
 
 namespace {
 
-// Returns a number, None or a string (in quotes) as text, and the type's name for other values.
+// Returns a number, None or a string (in quotes) as text, and any other value as its type's name.
 std::string shown_alone(const c10::IValue& value) {
   if (value.isString()) return "'" + value.toStringRef() + "'";
   return value.isNone() || is_number(value) ? c10::str(value) : value.tagKind();

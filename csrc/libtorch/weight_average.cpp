@@ -16,14 +16,14 @@ namespace amp_ext::optim {
 struct WeightAverage::Impl {
   FusedOptimizer& optimizer;
   WeightAverages averages;
-  std::vector<at::Tensor> params;  // held so that no other tensor can get their addresses
+  std::vector<at::Tensor> params;  // kept alive, so that no other tensor gets their addresses
 
   at::Tensor counters() const {
     const at::Tensor counters = averages.counters();
     return counters.defined() ? counters : at::zeros({2}, at::kLong);
   }
 
-  // Registers the parameters that the optimizer has now, if they changed since the last time.
+  // Registers the optimizer's present parameters, if they changed since the last call.
   void list() {
     const std::vector<at::Tensor> now = params_now();
     const bool are_registered =
