@@ -31,19 +31,19 @@ struct BoundDescription {
   const optim::OptimizerDescription& description;
   std::vector<PyObject*> names;  // option names, interned and never freed, for fast dict lookups
   PyObject* params = PyUnicode_InternFromString("params");
-  std::string operation;  // name of its operation over lists: "adam_"
-  py::tuple fields;       // names of its hyperparameters
+  std::string operation;  // name of the operation over lists: "adam_"
+  py::tuple fields;       // names of the hyperparameters
   py::tuple buffers;      // a BufferDescription for each buffer
   py::tuple options;      // an OptionDescription for each option
 };
 
-// Reads the options from the dict of a group. Throws if an option is missing or has a wrong type;
-// callers then check the group by check_options, whose errors name the option.
+// Reads the options from the dict of a group. Throws if an option is missing or has a wrong type.
+// Callers then call check_options, whose errors name the option.
 class DictOptions final : public optim::GroupOptions {
  public:
-  // Only checks need `shown`, which converts a value to text, and `where`, which begins errors with
-  // "%s" for the option: "Adam: %s of group 0". With `shown` alone, for check_as_torch, a learning
-  // rate that is a tensor is read. `group` must outlive this object.
+  // `shown` and `where` are needed only for checks: `shown` converts a value to text, and `where`
+  // begins errors, with "%s" for the option ("Adam: %s of group 0"). If only `shown` is given, as
+  // for check_as_torch, a learning rate in a tensor is read too. `group` must outlive this object.
   DictOptions(const BoundDescription& named, const py::dict& group, py::object shown = {},
               std::string where = {})
       : GroupOptions(named.description),
@@ -127,8 +127,8 @@ class DictOptions final : public optim::GroupOptions {
   }
 
  private:
-  // Returns a number, or the element of a tensor. Returns NaN for a tensor of several elements, and
-  // 0 for a tensor whose element must not be read, since reading it would wait for the device.
+  // Returns a number, or the element of a tensor; NaN if the tensor has several elements. Returns 0
+  // for a tensor if `is_read` is false, because reading it would wait for the device.
   static double number_in(py::handle value, bool is_read = true) {
     const bool may_be_tensor = !PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr());
     if (may_be_tensor && THPVariable_Check(value.ptr())) {

@@ -20,7 +20,7 @@ namespace amp_ext::python {
 
 namespace {
 
-// Pops the list `name` from `arguments`, or None if it is missing. Throws if it is no `List`.
+// Pops the argument `name`, or None if it is missing. Throws if the argument is not a `List`.
 template <typename List>
 List take(py::kwargs& arguments, const std::string& operation, const std::string& name,
           const char* wanted = "a list of tensors") {
@@ -87,8 +87,8 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
-// Defines the description of an optimizer, and its operation over lists (adam_, for example), which
-// takes keyword arguments only.
+// Defines the description of an optimizer, and its operation over lists, for example adam_. The
+// operation takes keyword arguments only.
 template <typename Hyperparameters>
 void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
   const auto described =

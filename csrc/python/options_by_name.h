@@ -29,7 +29,7 @@ struct Field {
 template <typename Options>
 using Fields = std::vector<Field<Options>>;
 
-// Adds a field to `fields`. `set` writes it from a Python value that was converted to `Value`.
+// Adds a field to `fields`. `set` writes the field from a Python value converted to `Value`.
 template <typename Value, typename Options, typename Set>
 void define_field(Fields<Options>& fields, const char* name, const Set& set) {
   fields.push_back({PyUnicode_InternFromString(name), [name, set](Options& self, py::handle value) {

@@ -40,11 +40,11 @@ struct LossScaleOfPython : LossScale {
       : name_of_param(std::move(its_name_of_param)) {}
 
   py::function name_of_param;  // name_of_param(optimizer or None, index) returns a str
-  // The dict in `_per_optimizer_states` of each optimizer scanned since the last update, by slot.
+  // Dicts of `_per_optimizer_states`, by slot, for the optimizers scanned since the last update.
   std::unordered_map<int64_t, py::dict> states;
 
-  // Stores the first_nonfinite tensors of an optimizer that scanned its gradients itself: those in
-  // state["scan"], if there are any.
+  // Stores the first_nonfinite tensors in state["scan"], which exists if the optimizer scanned its
+  // gradients itself.
   void keep_scan(int64_t slot, const py::dict& state) {
     if (!state.contains("scan")) return;
     std::vector<at::Tensor> first_nonfinites;
@@ -58,7 +58,7 @@ struct LossScaleOfPython : LossScale {
 namespace {
 
 // Reads the attributes of a Python GradScaler that define its loss scale. Users and other libraries
-// assign attributes of torch's class such as `_scale`, so they are read at each use.
+// may assign such attributes, for example `_scale`, so the attributes are read at each use.
 void read_attributes(const py::dict& attributes, LossScale& to) {
   const auto read = [&](const char* name, auto& member) {
     const py::handle value = PyDict_GetItemString(attributes.ptr(), name);
@@ -99,8 +99,8 @@ void for_each_param(const py::object& optimizer, const Visit& visit) {
   }
 }
 
-// Returns the gradients of an optimizer: the local shards of DTensors, the values of sparse
-// gradients, and all others as they are.
+// Returns the gradients of an optimizer: the local shard of a DTensor, the values of a sparse
+// gradient, and any other gradient unchanged.
 std::vector<ParamGrad> grads_of(const py::object& optimizer) {
   std::vector<ParamGrad> grads;
   if (optimizer.is_none()) return grads;
@@ -119,7 +119,7 @@ std::vector<ParamGrad> grads_of(const py::object& optimizer) {
   return grads;
 }
 
-// Returns a callable that returns the optimizer: a weak reference, if its class supports them.
+// Returns a callable that returns the optimizer: a weak reference, if the class supports it.
 py::object reference_to(const py::object& optimizer) {
   if (PyObject* const weak = PyWeakref_NewRef(optimizer.ptr(), nullptr)) {
     return py::reinterpret_steal<py::object>(weak);
@@ -143,8 +143,8 @@ int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
       });
 }
 
-// Returns the slot of the optimizer with this id(), its key in `_per_optimizer_states`. All unknown
-// objects share one slot.
+// Returns the slot of the optimizer whose id() is `id`, a key of `_per_optimizer_states`. All
+// unknown optimizers share one slot.
 int64_t number_behind(LossScaleOfPython& self, py::handle id) {
   const auto known = self.find_optimizer(PyLong_AsVoidPtr(id.ptr()));
   PyErr_Clear();  // PyLong_AsVoidPtr fails if the key is no address
@@ -154,7 +154,7 @@ int64_t number_behind(LossScaleOfPython& self, py::handle id) {
 }
 
 // Starts an iteration of an optimizer for the scaler method `operation`. `state` is the optimizer's
-// dict in torch's `_per_optimizer_states`. Returns a found_inf of 0; nullopt without a scale.
+// dict in torch's `_per_optimizer_states`. Returns a found_inf of 0, or nullopt without a scale.
 OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& operation,
                                const py::dict& attributes, const py::dict& state,
                                const py::object& optimizer) {
@@ -182,8 +182,8 @@ OptionalTensor start_iteration(LossScaleOfPython& self, const std::string& opera
 }
 
 // Scans the gradients of an optimizer, and multiplies them by `inv_scale` if it is given. Returns a
-// dict with a found_inf for each device, or None if our kernels do not support a gradient and
-// torch's code has to do it.
+// dict with a found_inf for each device. Returns None if our kernels do not support a gradient, so
+// that torch's code must scan the gradients.
 py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
                       const std::vector<py::object>& given, const at::Tensor& found_inf,
                       const OptionalTensor& inv_scale, bool allow_fp16) {
@@ -212,9 +212,9 @@ py::object scan_grads(LossScaleOfPython& self, IterationOfPython& iteration,
   return by_device;
 }
 
-// Updates the scale from the flags in the dicts of all optimizers, or sets it to `new_scale`, and
-// replaces the dicts by `next_states`. Returns the log messages, or None if there was nothing to
-// do: no flag, no new scale and no iteration to reset.
+// Updates the scale from the found_inf flags of all optimizers, or sets it to `new_scale`. Replaces
+// the dicts of the optimizers by `next_states`. Returns the log messages, or None without a change
+// if there is no flag, no new scale and no iteration to reset.
 py::object update(LossScaleOfPython& self, py::dict attributes, const py::object& new_scale,
                   const py::object& next_states) {
   std::vector<std::pair<int64_t, at::Tensor>> flags;
@@ -243,15 +243,15 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
   } else if (!new_scale.is_none()) {
     set = [&, number = py::cast<double>(new_scale)] { self.scale.fill_(number); };
   }
-  if (!flags.empty()) self.make_room();  // with the GIL, since other threads may read reports
+  if (!flags.empty()) self.make_room();  // needs the GIL, because other threads may read reports
   LogMessages messages;
   {
     const py::gil_scoped_release release;
     const at::NoGradGuard no_grad;
     messages = self.update(flags, set);
   }
-  // The dicts are replaced here and not in Python, because after an interrupt between the two the
-  // next update would count the same flags again.
+  // Replaces the dicts here and not in Python: after an interrupt between the update and the
+  // replacement, the next update would count the same flags again.
   attributes["_per_optimizer_states"] = next_states;
   return py::make_tuple(messages.settled, messages.skips, messages.scale_is_too_small);
 }

@@ -1,4 +1,4 @@
-// A snapshot of the tensors in `optimizer.state`, which detects that a user has replaced one.
+// A snapshot of the tensors in `optimizer.state`, which detects if a user has replaced a tensor.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,12 +21,13 @@ inline optim::StateMap state_of(const pybind11::dict& tensors) {
   return state;
 }
 
-// The state tensors that a Plan updates. Each step compares them with `optimizer.state`: it walks
-// through the dicts in order, which is fast because it needs no lookups and no calls into Python.
+// The state tensors that a Plan updates. Each step compares them with `optimizer.state`. The
+// comparison walks through the dicts in order, which is fast because it needs no lookups and no
+// calls into Python.
 class StateSnapshot {
  public:
-  // Stores the tensors that `states`, a dict of dicts by parameter, has under `keys`. If `states`
-  // is no dict, unchanged_in() returns false.
+  // Stores the tensors under `keys` in `states`, a dict that has a dict of tensors for each
+  // parameter. If `states` is not a dict, unchanged_in() returns false.
   void keep(const pybind11::object& states, const pybind11::set& keys) {
     entries_.clear();
     is_dict_ = PyDict_Check(states.ptr());

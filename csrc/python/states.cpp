@@ -55,7 +55,7 @@ py::object plain_number(py::handle value) {
   return has_one ? py::object(value.attr("item")()) : same;
 }
 
-// Converts an entry of a saved state. A tensor's number is read only if it is a step count.
+// Converts an entry of a saved state. The number in a tensor is read only if `is_step` is true.
 optim::SavedValue saved_value(py::handle value, bool is_step) {
   optim::SavedValue saved;
   saved.type = py::cast<std::string>(py::type::of(value).attr("__name__"));
