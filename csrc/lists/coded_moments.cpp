@@ -18,13 +18,14 @@ namespace amp_ext {
 
 namespace {
 
-// Returns the tensor on the CPU, dense in memory; one that is dense already keeps its memory order.
+// Returns the tensor on the CPU, dense in memory. Dense tensors keep their memory order.
 at::Tensor dense_on_cpu(const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();
   return here.is_non_overlapping_and_dense() ? here : here.contiguous();
 }
 
-// Returns a CPU copy in the layout of `layout`, so that one index addresses both.
+// Returns `tensor` on the CPU in the memory order of `layout`, so that one index addresses the same
+// element in both tensors.
 at::Tensor laid_out_as(const at::Tensor& layout, const at::Tensor& tensor) {
   const at::Tensor here = tensor.detach().cpu();
   if (have_same_dense_layout(here, layout)) return here;
@@ -39,8 +40,8 @@ void check_tensor(const char* operation, const char* name, const at::Tensor& ten
               tensor.sizes());
 }
 
-// Returns the sizes of a tensor's exponents. Blocks lie within rows of dimension 0, so this throws
-// unless dimension 0 has the largest stride.
+// Returns the sizes of a tensor's block exponents. Throws unless dimension 0 has the largest
+// stride, because each block must lie within one row of dimension 0.
 std::vector<int64_t> sizes_of_exponents(const char* operation, const char* name,
                                         const at::Tensor& tensor) {
   int64_t row = 1;
@@ -63,7 +64,7 @@ bool is_of_roots(const char* operation, const std::string& code) {
   return code == "q8s";
 }
 
-// Returns what a step quantizes for a moment: the root of a second moment, any other as it is.
+// Returns what a step quantizes: the square root of a second moment, any other moment unchanged.
 template <typename Code>
 float as_stored(float moment) {
   return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;

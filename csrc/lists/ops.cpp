@@ -45,7 +45,7 @@ struct DenseReads {
   }
 };
 
-// Returns the address of the element of an optional first_nonfinite, or null.
+// Returns the address of the element of `number` (first_nonfinite), or null if it is not given.
 int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
                      const at::Device& device) {
   if (!number.has_value()) return nullptr;
@@ -53,7 +53,8 @@ int64_t* number_data(const char* operation, const std::string& name, const Optio
   return number->mutable_data_ptr<int64_t>();
 }
 
-// Throws unless all gradients can be multiplied in place: supported tensors that do not overlap.
+// Throws unless all gradients can be multiplied in place: no two of them may overlap, and the
+// operation must support their dtypes and layouts.
 void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
   check_gradients(operation, "grads", grads, device);
   std::vector<MemoryUse> uses;
@@ -64,8 +65,8 @@ void check_multiplied(const char* operation, const TensorList& grads, const at::
                    [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
 }
 
-// Multiplies gradients, already checked, in place; those with gaps go through dense copies. If a
-// launch fails, the gradients of earlier launches stay multiplied, and the error says how many.
+// Multiplies checked gradients in place; gradients with gaps in memory go through dense copies. If
+// a launch fails, gradients of earlier launches stay multiplied, and the error gives their number.
 void multiply(const char* operation, const TensorList& grads, const at::Device& device,
               const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite) {
   const at::NoGradGuard no_grad;
@@ -106,7 +107,7 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   write_back();
 }
 
-// Clips float64 gradients, already checked, by a float64 norm in float64, as torch does.
+// Clips checked float64 gradients by a float64 norm. Computes in float64, as torch does.
 void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
   if (grads.empty()) return;
   const at::NoGradGuard no_grad;

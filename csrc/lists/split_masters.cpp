@@ -29,9 +29,9 @@ struct Element {
     }
   }
 
-  // If `master` rounds to the parameter, returns the residual that brings the two joined nearest to
-  // `master`. A master halfway between two parameters counts as rounding to both. Otherwise returns
-  // 0, so that parameter and residual join to the parameter.
+  // Returns the residual that, joined with the parameter, comes nearest to `master`. If `master`
+  // does not round to the parameter, returns 0, so that the joined value is the parameter. A master
+  // halfway between two parameters counts as rounding to either of them.
   static Residual residual_for(Storage param, float master) {
     if constexpr (kIsDifference) {
       const float half = float_of((SplitHalf16::unit_exponent(to_float(param)) + 14u) << 23);
