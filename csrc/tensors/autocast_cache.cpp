@@ -1,5 +1,5 @@
-// The Autocast scope of C++ programs, and autocast's cache of cast weights. They have a file of
-// their own, because the header of autocast takes as long to compile as a whole source file.
+// The Autocast scope of C++ programs, and autocast's cache of cast weights. The code has its own
+// file, because the header of autocast takes as long to compile as a whole source file.
 #include "tensors/autocast_cache.h"
 
 #include <ATen/autocast_mode.h>

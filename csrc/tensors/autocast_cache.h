@@ -3,7 +3,7 @@
 
 namespace amp_ext {
 
-// Clears the process's cache, because its casts are out of date after parameters were written.
+// Clears autocast's cache, because cached casts are out of date after parameters were written.
 void clear_autocast_cache();
 
 }  // namespace amp_ext

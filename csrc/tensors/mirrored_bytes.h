@@ -39,8 +39,8 @@ inline void synchronize(const at::Device& device) {
   guard.synchronizeDevice(device.index());
 }
 
-// Waits before a destructor frees a mirror. Errors are ignored, because a destructor can't report
-// them and may run when the process ends.
+// Waits for the device before a destructor frees a mirror. Errors are ignored, because a destructor
+// can't report them and may run when the process ends.
 inline void wait_before_end(const at::Device& device) noexcept {
   try {
     synchronize(device);
@@ -62,7 +62,7 @@ struct SignedHistory {
   }
 };
 
-// Calls copy(), which reads a mirror, and repeats it if the mirror was written meanwhile.
+// Calls copy(), which reads a mirror. Repeats the call if the mirror was written meanwhile.
 template <typename Copy>
 void read_consistently(const ReportStamps& mirror, const Copy& copy) {
   int64_t finished = 0;

@@ -20,7 +20,7 @@ std::string python_name(at::Layout layout);
 // Returns "['step', 'exp_avg']", for example.
 std::string python_list(const std::vector<std::string>& texts);
 
-// Throws unless `saved` is dense and has this dtype and these sizes. Errors call it `where`.
+// Throws unless `saved` is dense and has this dtype and these sizes. `where` names it in errors.
 void check_is_saved_as(at::ScalarType dtype, const std::vector<int64_t>& sizes,
                        const at::Tensor& saved, const std::string& where);
 

@@ -16,7 +16,7 @@ namespace {
 struct Placed {
   struct Step {
     int64_t size;    // number of runs, at least 2
-    int64_t stride;  // distance of runs in bytes
+    int64_t stride;  // distance between the starts of two runs, in bytes
   };
 
   intptr_t begin;
@@ -32,8 +32,8 @@ struct Placed {
                            [](int64_t count, const Step& step) { return count * step.size; });
   }
 
-  // True if each stride is at least the span of all smaller ones, because then no two runs share a
-  // byte. If false, runs must be compared: for sizes {2, 2} and strides {2, 3}, none is shared.
+  // True if each stride is at least the span of all smaller strides, so that no two runs share a
+  // byte. If false, runs may still be apart, for example with sizes {2, 2} and strides {2, 3}.
   bool is_surely_apart() const {
     int64_t span = run;
     for (const Step& step : steps) {
@@ -89,8 +89,8 @@ struct Stretch {
   size_t owner;
 };
 
-// Finds two stretches that share a byte, at least one of them written, and returns their owners,
-// the larger index first.
+// Finds two stretches that share a byte and of which at least one is written. Returns the owners of
+// the two stretches, the larger index first.
 std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stretches,
                                                      const std::vector<Placed>& cluster) {
   std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
@@ -112,8 +112,9 @@ std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stret
   return std::nullopt;
 }
 
-// True if a quick test proves that no two tensors of a cluster share a byte. Modulo the common
-// divisor of all strides, for example, the columns of one matrix are disjoint intervals.
+// True if a quick test proves that no two tensors of a cluster share a byte. The test takes
+// addresses modulo the common divisor of all strides. Modulo this divisor, the columns of one
+// matrix, for example, are disjoint intervals.
 bool are_surely_apart(const std::vector<Placed>& cluster) {
   int64_t modulus = 0;
   for (const Placed& placed : cluster) {
@@ -124,7 +125,7 @@ bool are_surely_apart(const std::vector<Placed>& cluster) {
   std::vector<Stretch> stretches;
   for (size_t owner = 0; owner < cluster.size(); ++owner) {
     const Placed& placed = cluster[owner];
-    if (placed.run > modulus) return false;  // also if all are dense: modulus is 0
+    if (placed.run > modulus) return false;  // also if all tensors are dense, so that modulus is 0
     const int64_t begin = (placed.begin - cluster.front().begin) % modulus;
     const int64_t end = begin + placed.run;
     stretches.push_back({begin, std::min(end, modulus), owner});

@@ -54,7 +54,7 @@ inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// True if the tensor is a lazy clone (copy-on-write) or has one, until one of the two is written.
+// True if the tensor still shares memory with its lazy clone (copy-on-write) or with its original.
 inline bool is_lazily_cloned(const at::Tensor& tensor) {
   const c10::StorageImpl* storage = storage_of(tensor);
   return storage != nullptr && storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
@@ -69,8 +69,8 @@ void check_length(const std::string& operation, const std::string& name,
                   const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
 
 // Returns the kernel arguments of a gradient, for operations that need no parameter. `data` points
-// to its elements, dense in memory; reports such as first_nonfinite identify the gradient by
-// `number`.
+// to the gradient's elements, dense in memory. Reports such as first_nonfinite identify the
+// gradient by `number`.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
 // True if both tensors are dense in the same order, so that one index addresses both.
@@ -96,8 +96,8 @@ inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Recognizes a tensor later without owning it. The weak reference to the storage keeps another
-// storage from getting the same address, but does not keep the elements in memory.
+// Recognizes a tensor that was seen earlier, without owning it. The weak reference to the storage
+// keeps another storage from getting the same address, but does not keep the elements in memory.
 struct SeenTensor {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   int64_t version;
@@ -124,16 +124,16 @@ AMP_EXT_INLINE void prefetch(const T* object) {
   __builtin_prefetch(bytes + sizeof(T) - 1);
 }
 
-// Leaves inference mode and switches autograd off, to create normal tensors: inference tensors
-// can't be written outside inference mode, nor saved for backward. Don't write tensors of the
-// caller here.
+// Leaves inference mode and switches autograd off, so that new tensors are normal tensors.
+// Inference tensors can't be written outside inference mode, nor saved for backward. Don't write
+// tensors of the caller in this scope.
 struct OutsideInferenceMode {
   const c10::InferenceMode off{false};  // also switches autograd on
   const at::NoGradGuard no_grad;
 };
 
-// Fingerprint of a plain tensor's memory and layout, to notice changes. Computed for every tensor
-// in each step, so it reads only the tensor and its storage and calls nothing.
+// Fingerprint of a plain tensor's memory and layout, which shows changes. Each step computes the
+// fingerprint of every tensor, so it reads only the tensor and its storage and calls nothing.
 struct Fingerprint {
   const void* storage = nullptr;
   int64_t offset = 0;
@@ -153,8 +153,8 @@ struct Fingerprint {
             impl.dtype(),
             impl.is_contiguous()};
   }
-  // Adds the sizes. Only parameters need them, because all other tensors are compared with the
-  // parameter when it changes.
+  // Adds the sizes to the fingerprint. Only parameters need sizes, because all other tensors are
+  // compared with the parameter when the parameter changes.
   void take_sizes(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     if (impl.has_symbolic_sizes_strides()) return;  // never true for a plain tensor
