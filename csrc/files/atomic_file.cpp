@@ -74,7 +74,7 @@ AtomicFile open_atomic(const std::string& path) {
     file.temporary.clear();
     return file;
   }
-  if (is_there) ::fchmod(file.descriptor, mode);  // restores bits that the umask removed
+  if (is_there) ::fchmod(file.descriptor, mode);  // restores mode bits that the umask removed
   file.target = target;
   return file;
 }
