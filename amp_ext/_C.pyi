@@ -99,7 +99,7 @@ class NormStatistics:  # mean and deviation of gradient norms, by which a NormGu
     def warning() -> str: ...
 
 class InspectedStep:  # the result of a trial step, which wrote nothing
-    sums: Tensor  # [params, sums] float64, of the local shards; combined over ranks by the caller
+    sums: Tensor  # [params, sums] float64 of the local shards; the caller combines ranks
     # Returns whether the step would be skipped, and for each parameter with a gradient the pair of
     # (group, index) and the fields of amp_ext.optim.inspection.ParamInspection.
     def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
@@ -127,8 +127,8 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     def set_guard(self, guard: NormStatistics | None) -> None: ...
     tracks_grad_norms: bool
     def wants_norm(self, max_grad_norm: float | None) -> bool: ...
-    # Each of `rows` is (group, index in the group, parameter, partition or None if it is not
-    # sharded, offset of the local shard's first element in the unsharded parameter).
+    # Each of `rows` is (group, index in the group, parameter, partition, offset of the local
+    # shard's first element in the unsharded parameter). The partition is None without sharding.
     def register_params(
         self,
         optimizer: Any,
@@ -204,7 +204,7 @@ class StateSpec:  # which states the parameters of a group have, and in which fo
     def blocks_in(self, saved: dict[str, Any]) -> list[tuple[str, str, list[str]]]: ...
     def loaded_state(self, param: ParamRef, saved: dict[str, Any]) -> dict[str, Tensor]: ...
 
-# Stands for all functions (amp_ext.ops has their signatures) and the optimizers' descriptions.
+# Stands for the descriptions of optimizers and all functions, whose signatures amp_ext.ops has.
 def __getattr__(name: str) -> Any: ...
 
 MASTER_KEYS: tuple[str, ...]

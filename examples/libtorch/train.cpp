@@ -74,8 +74,8 @@ void load_weights(torch::nn::Module& model, const c10::IValue& weights) {
   }
 }
 
-// Creates a network from `width` Fourier features to red, green and blue, with fp16 parameters. The
-// optimizer keeps float32 master weights.
+// Creates a network with fp16 parameters that maps `width` Fourier features to red, green and blue.
+// The optimizer keeps float32 master weights.
 torch::nn::Sequential make_model(int64_t width, const c10::IValue& weights, torch::Device device) {
   using torch::nn::Linear, torch::nn::ReLU;
   torch::nn::Sequential model(Linear(width, width), ReLU(), Linear(width, width), ReLU(),
@@ -96,7 +96,7 @@ Tensor fourier_features(const Tensor& coordinates, const Tensor& frequency) {
 struct Training {
   const c10::IValue about;  // settings of the run, which a resumed run must share
   c10::IValue random;       // states of Python's random generators, unused here and saved unchanged
-  const int64_t divisor;    // number of tiles; divides their losses, as gradients add up
+  const int64_t divisor;    // number of tiles; divides each loss, because gradients add up
   const torch::Device device;
   const Tensor photo;     // [height, width, 3], 0 to 1
   const Tensor order;     // [tiles, pixels]: indices of the pixels of each tile
@@ -106,7 +106,7 @@ struct Training {
   amp_ext::optim::AdamW optimizer;
   amp_ext::GradScaler scaler;
   std::vector<double> losses;    // mean squared error of each step
-  std::vector<double> scales;    // loss scale of each step, and last that of the next step
+  std::vector<double> scales;    // loss scale of each step taken and of the next step
   std::vector<int64_t> skipped;  // indices of the steps that were skipped after an overflow
   double seconds = 0.0;          // time of all steps but the first
 
@@ -147,7 +147,7 @@ struct Training {
     scaler.step(optimizer);  // changes nothing if a gradient is inf or NaN
     scaler.update();
 
-    // Training itself does not need these numbers. Reading them waits for a GPU, twice.
+    // Training itself does not need these numbers, and each of the two reads waits for a GPU.
     losses.push_back(step_loss.item<double>() / static_cast<double>(features.size(0)));
     scales.push_back(scaler.get_scale());
     if (scales.back() < scales[scales.size() - 2]) skipped.push_back(steps() - 1);
@@ -191,7 +191,7 @@ struct Training {
     const c10::IValue content = amp_ext::load_state(path);
     const c10::IValue extra = entry(content, "extra"), saved = entry(extra, "about");
     TORCH_CHECK(saved == about, "the run must be that of ", path, ", ", saved, ", got ", about);
-    load_weights(*model, entry(content, "model"));  // first, as new masters are copied from them
+    load_weights(*model, entry(content, "model"));  // first, because masters are copied from them
     optimizer.load_state_dict(entry(entry(content, "trainer"), "optimizer"));
     scaler.load_state_dict(entry(entry(content, "trainer"), "scaler"));
     random = entry(content, "random");
