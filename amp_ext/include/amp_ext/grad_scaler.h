@@ -39,7 +39,7 @@ struct GradScalerOptions {
   // Limits of the scale: it neither shrinks below `min_scale` nor grows above `max_scale`.
   TORCH_ARG(double, min_scale) = 0.0;
   TORCH_ARG(double, max_scale) = std::numeric_limits<double>::infinity();
-  // If false, the scale stays at `init_scale`; steps with an overflow are still skipped.
+  // If false, the scale stays at `init_scale`, but steps with an overflow are still skipped.
   TORCH_ARG(bool, dynamic) = true;
   // Number of overflows, counted since the scale last grew, after which the scale shrinks.
   TORCH_ARG(int64_t, hysteresis) = 1;
@@ -52,8 +52,8 @@ struct GradientScan {
   // For each device, one float32 that is not 0 if a gradient on the device contains inf or NaN.
   std::vector<at::Tensor> found_infs;
   // For each device, one int64: the index of the first gradient with inf or NaN, counted over the
-  // parameters of all groups. Scans only lower this index. GradScaler::update reads it and resets
-  // it to INT64_MAX, the value for "none".
+  // parameters of all groups. Scans only lower this index. GradScaler::update reads the index and
+  // resets it to INT64_MAX, which means "none".
   std::vector<at::Tensor> first_nonfinites;
 };
 
@@ -68,10 +68,10 @@ class AMP_EXT_API ScaledStep {
   // are not scaled). Must write nothing if `found_inf` (one float32 on the same device) is not 0.
   virtual at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) = 0;
 
-  // Scans all gradients for inf and NaN without writing them. The flags that it returns start as
-  // copies of `found_inf`, so an overflow found earlier stays recorded. A `grad_scale` without a
-  // finite inverse (such as 0) counts as an overflow. The default implementation returns nullopt,
-  // and the scaler then scans the gradients itself.
+  // Scans all gradients for inf and NaN without writing them. The returned flags start as copies of
+  // `found_inf`, so an overflow found earlier stays recorded. A `grad_scale` without a finite
+  // inverse (such as 0) counts as an overflow. The default implementation returns nullopt, and the
+  // scaler then scans the gradients itself.
   virtual std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
                                                      const at::Tensor& grad_scale);
 
@@ -106,14 +106,14 @@ class AMP_EXT_API GradScaler {
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs);
 
   // Unscales the gradients of an optimizer in place and checks them for inf and NaN. Call it at
-  // most once between two updates, before the step. float16 gradients are refused, since small
-  // values vanish.
+  // most once between two updates, before the step. float16 gradients are refused, because small
+  // values would vanish.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   // Steps the optimizer if its gradients are finite, and skips the step otherwise. Call it at most
   // once per optimizer between two updates. Returns the result of the optimizer's step. Throws if
   // given a closure, unless scaling is disabled. If step or unscale_ fails when it may already have
-  // changed gradients or parameters, both throw until `update` is called.
+  // changed gradients or parameters, both functions throw until `update` is called.
   at::Tensor step(torch::optim::Optimizer& optimizer,
                   const torch::optim::Optimizer::LossClosure& closure = nullptr);
 
@@ -134,17 +134,17 @@ class AMP_EXT_API GradScaler {
   int64_t get_growth_interval() const;
   void set_growth_interval(int64_t interval);
 
-  // Returns true if `optimizer`, or any optimizer if it is null, skipped its step before the last
-  // update; nullopt if there was no such step. Does not wait for a GPU, unless `wait` is true.
+  // Returns true if `optimizer` (null: any optimizer) skipped its step before the last update, and
+  // nullopt if there was no step. Does not wait for a GPU, unless `wait` is true.
   std::optional<bool> last_step_skipped(const torch::optim::Optimizer* optimizer = nullptr,
                                         bool wait = false) const;
   ScalerStats stats(bool wait = false) const;
 
-  // Returns a state dict with the entries of Python's: torch's five and, with hysteresis, a sixth.
-  // The dict is empty if scaling is disabled.
+  // Returns a state dict with the same entries as in Python: torch's five entries and, if
+  // hysteresis is used, a sixth. The dict is empty if scaling is disabled.
   c10::IValue state_dict() const;
   // Loads a state dict of this class, of Python's amp_ext.GradScaler or of torch's GradScaler. The
-  // limits of the scale stay as constructed. If the call throws, it has changed nothing.
+  // limits of the scale stay as constructed. If this function throws, the scaler is unchanged.
   void load_state_dict(const c10::IValue& state_dict);
 
  private:

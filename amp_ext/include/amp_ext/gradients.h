@@ -38,8 +38,8 @@ using NonfiniteCounts = std::vector<std::pair<std::string, int64_t>>;
 // one kernel launch per device. Waits for a GPU.
 AMP_EXT_API NonfiniteCounts find_nonfinite(const torch::nn::Module& model, bool params = false);
 
-// Counts inf and NaN in the gradients (or parameters) of an optimizer, which are named by position:
-// "group 0, param 3".
+// Counts inf and NaN in the gradients (or parameters) of an optimizer. The names in the result are
+// positions, such as "group 0, param 3".
 AMP_EXT_API NonfiniteCounts find_nonfinite(const torch::optim::Optimizer& optimizer,
                                            bool params = false);
 

@@ -17,17 +17,17 @@ enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
 // format has one exponent for each block of 32 elements. An optimizer has at most one blockwise
 // buffer and can't combine kRatio with kMagnitude.
 enum class BufferCode {
-  kNone,       // no 8-bit format: stored in bfloat16 if other buffers are in 8 bits
+  kNone,       // no 8-bit format; if other buffers are in 8 bits, this one is in bfloat16
   kRatio,      // ratio of a first moment to the square root of the second moment
-  kRoot,       // square root of the second moment, which the formula returns; blockwise
-  kMagnitude,  // magnitude and sign of the value itself; blockwise
+  kRoot,       // blockwise: square root of the second moment, as the formula returns it
+  kMagnitude,  // blockwise: magnitude and sign of the value itself
 };
 
 struct BufferDescription {
-  // Key in the state of a parameter, such as "exp_avg". List operations call it "exp_avgs".
+  // Key in the state of a parameter, such as "exp_avg". List operations use the plural "exp_avgs".
   const char* name;
   BufferRole role;
-  // Stride of the Weyl sequence that dithers the buffer, in units of 2^-32; 0: never dithered.
+  // Stride of the Weyl sequence that dithers the buffer, in units of 2^-32; 0 for no dithering.
   uint32_t dither_stride = 0;
   BufferCode code = BufferCode::kNone;
 };
@@ -52,7 +52,7 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 // All values are doubles. The formula of the optimizer converts them in its function `for_tensor`.
 struct AMP_EXT_API CommonHyperparameters {
   double lr = 0.0;
-  const float* lr_on_device = nullptr;  // [1], on the device, used instead of `lr`; or null
+  const float* lr_on_device = nullptr;  // [1] on the device, used instead of `lr`, or null
   double weight_decay = 0.0;
   bool decoupled_weight_decay = false;
   bool maximize = false;
@@ -60,7 +60,7 @@ struct AMP_EXT_API CommonHyperparameters {
   double clip_value = std::numeric_limits<double>::infinity();
   double timestep = 0.0;          // number of this step, from 1; used if no tensor counts the steps
   bool write_back_grads = false;  // store the unscaled, clipped gradients in place of the gradients
-  // If true, low-precision values that rounding to nearest would freeze are dithered.
+  // If true, dithers the low-precision values that rounding to nearest would freeze.
   bool dither = false;
 
   // Calls visit(name, pointer to member) for all fields except `lr` and `clip_value`, because
@@ -84,7 +84,7 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
   double beta1 = 0.9;
   double beta2 = 0.999;
   double eps = 1e-8;
-  double denominator_floor = 0.0;  // floor of the bias-corrected second moment, before its root
+  double denominator_floor = 0.0;  // lower bound of the bias-corrected second moment (not its root)
 
   static constexpr const char* kOperation = "adam_";
   static constexpr const char* kName = "AdamHyperparameters";
@@ -166,12 +166,12 @@ struct AMP_EXT_API LossScaleHyperparameters {
 };
 
 struct AMP_EXT_API NormGuardHyperparameters {
-  double sigma_factor = 6.0;  // standard deviations by which a norm may exceed the mean
+  double sigma_factor = 6.0;  // number of standard deviations by which a norm may exceed the mean
   int64_t window = 128;       // the newest norm has the weight 2 / (window + 1)
   int64_t warmup_steps = 64;  // number of norms to collect before outliers are detected
   // Absolute limit: a norm above it is always an outlier.
   double max_norm = std::numeric_limits<double>::infinity();
-  int64_t patience = 16;  // number of outliers in a row of which the last is accepted
+  int64_t patience = 16;  // after patience - 1 outliers in a row, the next outlier is accepted
   bool clips = false;     // true: clip the gradients of outliers to the limit; false: skip the step
 };
 

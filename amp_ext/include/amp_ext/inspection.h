@@ -18,10 +18,10 @@ struct ParamInspection {
   double update_norm = 0.0;     // norm of the update
   double ratio = 0.0;           // update_norm / norm; 0 if the update is 0
   double largest_update = 0.0;  // largest magnitude of an element of the update
-  // Norms of the buffers after the step, by buffer name: "exp_avg".
+  // Norm of each buffer after the step, with the name of the buffer, such as "exp_avg".
   std::vector<std::pair<std::string, double>> moment_norms;
-  // Fraction of elements whose stored value the step does not change: `unmoved` in the parameter (0
-  // if it is empty), `unmoved_master` in its master weight (nullopt if it has none).
+  // Fraction of elements whose stored value stays the same: `unmoved` in the parameter (0 if it is
+  // empty), `unmoved_master` in the master weight (nullopt if there is none).
   double unmoved = 0.0;
   std::optional<double> unmoved_master;
 };

@@ -30,9 +30,9 @@ struct NormGuardOptions {
   TORCH_ARG(int64_t, warmup_steps) = 64;
   // Absolute limit: a larger norm is an outlier from the first step on.
   TORCH_ARG(std::optional<double>, max_norm) = std::nullopt;
-  // "skip" skips the step at an outlier; "clip" scales its gradients down to the limit.
+  // "skip" skips steps whose norm is an outlier; "clip" scales the gradients down to the limit.
   TORCH_ARG(std::string, action) = "skip";
-  // Number of outliers in a row of which the last is accepted; the statistics restart at its norm.
+  // After patience - 1 outliers in a row, the next outlier is accepted and restarts the statistics.
   TORCH_ARG(int64_t, patience) = 16;
 };
 
@@ -41,8 +41,8 @@ struct NormGuardStats {
   int64_t norms = 0;  // number of norms so far, including inf and NaN
   double last_norm = 0.0;
   double mean = 0.0;
-  double deviation = 0.0;  // standard deviation, at least 1 % of the mean
-  double limit = 0.0;  // the next norm is an outlier if it is larger; inf if there is no limit yet
+  double deviation = 0.0;    // standard deviation, at least 1 % of the mean
+  double limit = 0.0;        // limit above which the next norm is an outlier (inf: no limit)
   int64_t outliers = 0;      // number of norms at which the guard skipped or clipped
   int64_t nonfinite = 0;     // number of norms that were inf or NaN
   int64_t last_outlier = 0;  // position of the last outlier among all norms, from 1; 0: none yet
@@ -76,8 +76,8 @@ class AMP_EXT_API NormGuard {
   NormGuardStats stats(bool wait = false) const;
   NormGuardHistory history(bool wait = false) const;
 
-  // Return and load the statistics as plain numbers, in the format of Python's state dict. A load
-  // does not change the options; if it throws, it has changed nothing.
+  // Return and load the statistics as plain numbers, in the format of Python's state dict. Loading
+  // never changes the options. If loading throws, the statistics stay as they were.
   c10::IValue state_dict() const;
   void load_state_dict(const c10::IValue& state_dict);
 
@@ -86,7 +86,7 @@ class AMP_EXT_API NormGuard {
 
   NormGuardOptions options_;
   std::shared_ptr<NormStatistics> statistics_;
-  std::weak_ptr<const void> optimizer_;  // owner of this guard: FusedOptimizer::identity()
+  std::weak_ptr<const void> optimizer_;  // FusedOptimizer::identity() of the guard's optimizer
 };
 
 // For torch::save(guard, path) and torch::load(guard, path).

@@ -37,8 +37,9 @@ AMP_EXT_API void clip_grads_(const TensorList& grads, const at::Tensor& total_no
 AMP_EXT_API at::Tensor count_nonfinite(const TensorList& tensors);
 
 // Tests the square roots, reciprocals and quotients of the fast path on a device. Returns an int64
-// tensor of three elements: how many results of each kind are not rounded to nearest, all 0 if the
-// device works. Tries every `stride`-th of 2^24 roots, 2^23 reciprocals and 10^8 quotients.
+// tensor with the numbers of roots, reciprocals and quotients that are not rounded to nearest; all
+// are 0 if the device works. Tries every `stride`-th of 2^24 roots, 2^23 reciprocals and 10^8
+// quotients.
 AMP_EXT_API at::Tensor count_division_errors(const at::Device& device, int64_t stride = 1);
 
 // Lowers the scale if a flag in `found_infs` is not 0, and raises it after `growth_interval`
@@ -48,18 +49,18 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
                                const LossScaleHyperparameters& hyperparameters,
                                const OptionalTensor& hysteresis_tracker = {});
 
-// Copies parameters that were changed without their float32 master weights into the master weights.
-// A master weight that already rounds to its parameter stays unchanged.
+// Copies each parameter into its float32 master weight, for parameters that were changed without
+// their master weights. A master weight that already rounds to its parameter stays unchanged.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
 
-// Updates the averages of weights and their two counters after a step; does nothing if the step was
-// skipped. The first average is a copy of the weights; bfloat16 averages are dithered.
+// Updates the averages of weights and their two counters after a step, unless the step was skipped.
+// The first average is a copy of the weights. Averages in bfloat16 are dithered.
 AMP_EXT_API void average_weights_(const AverageLists& lists, AverageOptions options = {});
 
 // Returns the residual of a split master weight: the part of the float32 `master` that the 16-bit
-// `param` does not hold. With `low_bits` 16, it has uint8 pairs in an extra last dimension; with 8,
-// one uint8 per element. If `master` does not round to `param`, the result is the residual of
-// `param` converted to float32.
+// `param` does not hold. If `low_bits` is 16, the residual has two uint8 per element, in an extra
+// last dimension; if it is 8, one uint8 per element. If `master` does not round to `param`, the
+// result is the residual of `param` converted to float32.
 AMP_EXT_API at::Tensor split_fp32(const at::Tensor& param, const at::Tensor& master,
                                   int64_t low_bits);
 
@@ -71,8 +72,8 @@ AMP_EXT_API at::Tensor join_fp32(const at::Tensor& param, const at::Tensor& resi
 AMP_EXT_API at::Tensor quantize_ratios(const at::Tensor& moment, const at::Tensor& second_moment);
 AMP_EXT_API at::Tensor dequantize_ratios(const at::Tensor& codes, const at::Tensor& second_moment);
 
-// Quantize moments to 8 bits, rounded to nearest, with an exponent for each block of 32 elements,
-// and dequantize them. `code` is the format: "q8s" for second moments, "q8m" for momenta.
+// Quantize moments to 8 bits, and dequantize them. Each block of 32 elements has one exponent, and
+// values are rounded to nearest. `code` is the format: "q8s" for second moments, "q8m" for momenta.
 // quantize_blockwise returns the 8-bit values and the exponents.
 AMP_EXT_API std::pair<at::Tensor, at::Tensor> quantize_blockwise(const at::Tensor& moment,
                                                                  const std::string& code);

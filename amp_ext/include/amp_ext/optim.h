@@ -59,8 +59,8 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   // come from the defaults of its optimizer.
   bool is_given(const char* name) const { return given_.count(name) != 0; }
 
-  // True if, with these options, values of some parameter dtype may be dithered. Every parameter's
-  // state then has a "step" counter, because dithering depends on it.
+  // True if these options allow dithering for at least one dtype of parameters. If so, every
+  // parameter's state has a "step" counter, because dithering depends on the step.
   bool dithers() const;
 
  protected:
@@ -90,8 +90,8 @@ class AMP_EXT_API FusedOptions : public torch::optim::OptimizerOptions {
   }                                      \
   const Type& name() const { return this->name##_; }
 
-// Setters of the options that all optimizers share. They return the options class of the optimizer
-// (CRTP), so that its own setters can follow in a chain.
+// Setters of the options that all optimizers share. Each setter returns the options class of the
+// optimizer (CRTP), so that setters of that class can follow in a chain.
 template <typename Derived>
 class AMP_EXT_API OptionsOf : public FusedOptions {
  public:
@@ -101,14 +101,15 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
 
   // Learning rate.
   AMP_EXT_OPTION(double, lr)
-  // Weight decay per step, multiplied by the learning rate.
+  // Weight decay. A step uses the product of this value and the learning rate.
   AMP_EXT_OPTION(double, weight_decay)
   // If true, maximizes the objective: steps along the gradient.
   AMP_EXT_OPTION(bool, maximize)
   // Keeps a float32 master weight for every float16 and bfloat16 parameter. "split" stores only the
-  // 16 bits that the parameter lacks. Together the two give the float32 value (for float16: exactly
-  // if its magnitude is at least 2^-16, otherwise to within 2^-40). "split8" stores 8 bits, which
-  // give the float32 value to within 2^-15. A split master weight follows writes to its parameter.
+  // 16 bits that the parameter lacks. The parameter and these bits together give the float32 value
+  // (for float16 parameters below 2^-16 in magnitude, only to within 2^-40). "split8" stores 8
+  // bits, which give the float32 value to within 2^-15. Writing a parameter also changes its split
+  // master weight.
   AMP_EXT_OPTION(MasterWeights, master_weights)
   // Dtype of the buffers: at::kFloat, at::kBFloat16, or std::nullopt for the parameter's dtype.
   //
@@ -116,18 +117,18 @@ class AMP_EXT_API OptionsOf : public FusedOptions {
   // moments, and second moments in bfloat16. "8bit" also stores second moments in 8 bits, with an
   // exponent for each 32 elements of a row. Second moments stay in bfloat16 if the parameter has
   // fewer than 4096 elements, only one dimension, or rows whose length is not a multiple of 32, or
-  // if it is not contiguous. With either setting, optimizers without second moments (SGD, Lion)
-  // store their first moments as "8bit" stores second moments. Neither setting works with amsgrad.
+  // if it is not contiguous. With either name, SGD and Lion, which have no second moments, store
+  // first moments as "8bit" stores second moments. amsgrad works with neither name.
   AMP_EXT_OPTION(StateDType, state_dtype)
-  // Rounding of low-precision values: "nearest" or "dither". nullopt dithers only the values that
-  // rounding to nearest would freeze, and none if state_dtype is nullopt.
+  // Rounding of low-precision values: "nearest" or "dither". If nullopt, only values that rounding
+  // to nearest would freeze are dithered; if state_dtype is nullopt too, no value is dithered.
   AMP_EXT_OPTION(std::optional<std::string>, rounding)
   // Clips the norm of the unscaled gradients of all groups inside the step; `grad_norm()` returns
-  // the norm before. nullopt: the norm is neither computed nor clipped. Must be the same in all
-  // groups.
+  // the norm before clipping. If nullopt, the norm is neither computed nor clipped. Must be the
+  // same in all groups.
   AMP_EXT_OPTION(std::optional<double>, max_grad_norm)
   // Clips the elements of the unscaled gradients to this magnitude, after `max_grad_norm` was
-  // applied. nullopt: no clipping by value.
+  // applied. If nullopt, elements are not clipped.
   AMP_EXT_OPTION(std::optional<double>, clip_value)
   // Leaves elements unchanged if their gradient is inf or NaN. Must be the same in all groups.
   AMP_EXT_OPTION(bool, skip_nonfinite)
@@ -222,7 +223,8 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
   }
   LionOptions(double lr) : LionOptions() { this->lr(lr); }  // NOLINT: implicit, as in torch
 
-  // Decay rates of two averages: beta1 for that whose sign is the step, beta2 for the stored one.
+  // Decay rates of two averages of the gradients. The step takes the sign of the average with
+  // beta1, and the state stores the average with beta2.
   AMP_EXT_OPTION(Betas, betas)
   // If false, weight decay is added to gradients instead of shrinking parameters.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
@@ -266,9 +268,9 @@ class PlacedOptions;
 // anything is written.
 //
 // Options that a group does not set come from the optimizer's defaults. A step always notices
-// in-place writes to states. If only a master weight was written, the step continues from it. If
-// both a master weight and its parameter were written, the parameter wins wherever the master
-// weight does not round to it.
+// in-place writes to states. If only a master weight was written, the step continues from the
+// master weight. If both a master weight and its parameter were written, the parameter's value wins
+// wherever the master weight does not round to that value.
 class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   ~FusedOptimizer() override;
@@ -276,24 +278,24 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   FusedOptimizer(FusedOptimizer&&) noexcept;
   FusedOptimizer& operator=(FusedOptimizer&&) noexcept;
 
-  // Hides torch's method, because since 2.13 it drops the options of the group and checks nothing.
+  // Hides torch's method, which since torch 2.13 drops the options of the group and checks nothing.
   // A group that was added through a torch::optim::Optimizer& is refused at its first use.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   // Updates all parameters that have a gradient. The closure re-evaluates the model with gradients
-  // enabled and returns the loss, which `step` returns. Only one thread may call it at a time.
+  // enabled and returns the loss, which `step` returns. Only one thread at a time may call `step`.
   //
   // If a kernel launch fails after others have succeeded, each parameter and its states are either
   // stepped or untouched, and later steps throw until a state dict is loaded.
   //
-  // A derived class may override step(). A scaler then treats it like any other optimizer: it
-  // unscales the gradients before it calls step(), and does not call step() after an overflow.
+  // A derived class may override step(). A scaler then unscales the gradients before it calls
+  // step(), as for any other optimizer, and does not call step() after an overflow.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   std::optional<GradientScan> scan_gradients(const at::Tensor& found_inf,
                                              const at::Tensor& grad_scale) override;
-  // True for the classes of this file. A derived class with the same step may also return true.
+  // True for the classes of this file. A derived class that keeps step() may return true as well.
   bool unscales_in_step() const override;
 
   // Returns an object that identifies the optimizer and moves with it; null after a move.
@@ -314,9 +316,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   void track_grad_norms(bool track);
   bool track_grad_norms() const;
 
-  // Returns the norms of the unscaled gradients at the last step: one float32 per parameter, in the
-  // order of the groups, which later steps overwrite. NaN if a parameter had no gradient, inf if
-  // the gradient or its norm was not finite. The tensor is undefined unless norms are tracked.
+  // Returns the norms of the unscaled gradients at the last step, one float32 per parameter in the
+  // order of the groups. Later steps overwrite the tensor. A norm is NaN if the parameter had no
+  // gradient, inf if the gradient or its norm was not finite. Undefined unless norms are tracked.
   at::Tensor grad_norms() const;
 
   // Predicts the effect of the next step by stepping copies of the parameters, one after another.
@@ -325,20 +327,20 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // gradients are scanned for overflows.
   Inspection inspect(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
 
-  // Makes the next step, also one that a scaler calls, record its effect. `inspection` returns this
-  // record, or nullopt before that step.
+  // Makes the next step record its effect, also if a scaler calls the step. `inspection` returns
+  // the record, or nullopt until that step is done.
   void inspect_next();
   std::optional<Inspection> inspection() const;
 
   // Creates every state that the first step would create, without stepping.
   void init_state();
 
-  // Makes the next step look up all states again. If a parameter was written since its master
-  // weight was, the step still notices it.
+  // Makes the next step look up all states again. The step still notices if a parameter was written
+  // after its master weight.
   void rebuild();
 
-  // Returns the float32 master weight of every parameter, or the parameter itself if it has none. A
-  // split master weight is returned as a joined copy.
+  // Returns one tensor per parameter: its float32 master weight, a joined copy if the master weight
+  // is split, or the parameter itself if it has no master weight.
   std::vector<at::Tensor> master_params();
 
   // Copies parameters that were changed through data() into their master weights now. The next step
@@ -411,7 +413,7 @@ AMP_EXT_OPTIMIZER(AdamW)
 AMP_EXT_OPTIMIZER(SGD)
 // Lion, which steps by the sign of an average: Chen et al., "Symbolic Discovery of Optimization
 // Algorithms", 2023, algorithm 2. Compared with AdamW, `lr` is 3 to 10 times smaller and
-// `weight_decay` as much larger.
+// `weight_decay` is larger by the same factor.
 AMP_EXT_OPTIMIZER(Lion)
 
 #undef AMP_EXT_OPTIMIZER

@@ -21,13 +21,13 @@ using OptionalTensor = std::optional<at::Tensor>;
 using TensorList = std::vector<at::Tensor>;
 using OptionalTensorList = std::optional<TensorList>;
 
-// Options of a step that concern the gradients. All groups of a step share them.
+// Options of a step that concern the gradients. All groups of a step have the same values.
 struct AMP_EXT_API GradientOptions {
-  // One number, the loss scale by which the gradients are multiplied; nullopt: they are unscaled.
+  // One number: the loss scale by which the gradients are multiplied; nullopt if not scaled.
   OptionalTensor grad_scale;
   OptionalTensor found_inf;  // one number; if it is not 0, the step writes nothing
   std::optional<double> max_grad_norm;
-  // One float64: the sum of squares of the scaled gradients; nullopt: the step computes it.
+  // One float64: the sum of squares of the scaled gradients; if nullopt, the step computes it.
   OptionalTensor sum_of_squares;
   OptionalTensor grad_norm;     // one float32, set to the norm of the unscaled gradients
   bool skip_nonfinite = false;  // leave elements unchanged if their gradient is inf or NaN
@@ -44,18 +44,18 @@ struct AMP_EXT_API StepLists {
   TensorList params;
   TensorList grads;
   std::vector<OptionalTensorList> buffers;  // a list per buffer, in the order of kBuffers
-  OptionalTensorList steps;  // float32 step counters of one element; nullopt: `timestep` is used
+  OptionalTensorList steps;  // float32 step counters of one element; if nullopt, `timestep` is used
   OptionalTensorList master_params;  // float32 master weights of 16-bit parameters
   // For each parameter, which may be a shard, the index of its first element in the full tensor;
-  // nullopt if the parameters are not sharded. Dithering depends on it.
+  // nullopt if the parameters are not sharded. Dithering depends on this index.
   std::optional<std::vector<int64_t>> global_offsets;
-  // uint8 exponents, one per block of a blockwise 8-bit moment; an empty tensor if there is none.
+  // For each parameter, uint8 exponents of the blocks of its 8-bit moment; empty if not blockwise.
   OptionalTensorList exponents;
 };
 
 // Options of an average of weights.
 struct AMP_EXT_API AverageOptions {
-  // Weight of the old average at each update; nullopt: the plain mean of all weights so far.
+  // Weight of the old average at each update; if nullopt, the plain mean of all weights so far.
   std::optional<double> decay = 0.999;
   int64_t every = 1;    // average after every `every`-th applied step
   bool warmup = false;  // limit the decay to (1 + n) / (10 + n) after n averages
@@ -68,8 +68,8 @@ struct AMP_EXT_API AverageLists {
   TensorList averages;               // float32 or bfloat16
   TensorList params;                 // weights to average
   at::Tensor counters;               // two int64: number of applied steps, number of averages
-  OptionalTensorList master_params;  // float32 master weights, or residuals of split ones
-  OptionalTensor step_applied;       // one float32; 0: the step was skipped, so write nothing
+  OptionalTensorList master_params;  // float32 master weights, or residuals of split master weights
+  OptionalTensor step_applied;       // one float32; if 0 (skipped step), nothing is written
   std::optional<std::vector<int64_t>> global_offsets;  // as in StepLists
 };
 

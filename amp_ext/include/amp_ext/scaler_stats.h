@@ -6,11 +6,11 @@
 
 namespace amp_ext {
 
-// Statistics since the scaler was created; on a GPU, up to the last update that it has finished.
+// Statistics since the scaler was created, up to the last update that the device has finished.
 struct ScalerStats {
   int64_t updates = 0;
-  int64_t steps = 0;  // number of updates before which no optimizer skipped its step
-  int64_t skips = 0;  // number of updates before which an optimizer skipped its step
+  int64_t steps = 0;  // number of iterations (updates) in which no optimizer skipped its step
+  int64_t skips = 0;  // number of iterations (updates) in which an optimizer skipped its step
   int64_t consecutive_skips = 0;
   double scale = 0.0;  // scale after the last update
   double smallest_scale = 0.0;

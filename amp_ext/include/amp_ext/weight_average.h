@@ -11,9 +11,10 @@
 
 namespace amp_ext::optim {
 
-// Averages the weights of an optimizer: the float32 master weights (split ones are joined), or the
-// parameters themselves if they have none. float64 parameters are averaged in float32. The first
-// average is a copy of the weights. The optimizer must outlive its averages and must not be moved.
+// Averages the weights of an optimizer: the float32 master weights (joined if split), or the
+// parameters themselves if there are no master weights. float64 parameters are averaged in float32.
+// The first average is a copy of the weights. The optimizer must outlive its averages and must not
+// be moved.
 class AMP_EXT_API WeightAverage {
   struct Impl;
 
@@ -24,7 +25,7 @@ class AMP_EXT_API WeightAverage {
   WeightAverage(WeightAverage&&) noexcept;
 
   // Adds the current weights to the averages if the optimizer's last step was applied (not skipped)
-  // and is not averaged yet. Call it after each step. Does not wait for the device.
+  // and its weights are not averaged yet. Call it after each step. Does not wait for the device.
   void update();
 
   // Restarts the averages at the current weights. This also works after parameters changed dtype or
