@@ -19,7 +19,7 @@
 
 namespace amp_ext::cuda {
 
-// The shapes: threads, elements per tile, blocks, packs. Gradient scans have twice as many blocks.
+// Shapes to time: kThreads, kTileSize, kBlocks, kPacks. Gradient scans have twice as many blocks.
 #define AMP_EXT_FOR_EACH_SHAPE(X) \
   X(256, 2048, 4, 1)              \
   X(256, 2048, 3, 1)              \
@@ -65,8 +65,8 @@ class Memory {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
   }
 
-  // Sets all bytes to their initial value. Otherwise a kernel would read what another kernel has
-  // written to this memory for other arrays, including NaN, with which it takes longer.
+  // Sets all bytes to their initial value. Otherwise a kernel would read values that another kernel
+  // has written for other arrays. NaN among these values would make the kernel slower.
   void fill() const { check(cudaMemset(data_, value_, bytes_), "cudaMemset"); }
 
   // Stores a number at the beginning.
@@ -179,8 +179,8 @@ struct Step {
   using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
   using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
-  // Returns the shape in csrc/cuda, with the kBlocks of this GPU, which no constant of host code
-  // has.
+  // Returns the shape in csrc/cuda, with kBlocks for this GPU. In host code, the constant kBlocks
+  // is not the one for this GPU.
   static Described present() {
     int device = 0;
     int major = 0;
@@ -204,8 +204,8 @@ struct Step {
                                                                          : 0;
   static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
                                     kBufferBytes};
-  // Bytes moved per element: the gradient is read, everything else is read and written, but a
-  // float32 master is read in place of its parameter.
+  // Bytes moved per element. A step reads the gradient, and reads and writes all other arrays. Only
+  // a parameter with a float32 master is written without being read.
   static constexpr int kMoved =
       kParamBytes * (kMasterBytes == 4 ? 2 : 3) + 2 * kMasterBytes + 4 * kBufferBytes;
 
@@ -261,7 +261,7 @@ struct Kernel {
   const char* place;  // where the constants are defined
   const int (&bytes)[5];
   int moved;
-  // Index in `variants` of the shape in csrc/cuda, which has smaller tiles for few elements.
+  // Index in `variants` of the shape in csrc/cuda. A launch of few elements uses smaller tiles.
   int present;
   std::vector<Variant> variants;
 };
@@ -333,7 +333,7 @@ std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Mem
       speeds[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds);
     }
   }
-  // Compare geometric means: a percent then counts the same in every case.
+  // Compare geometric means, so that a percent counts the same in every case.
   std::vector<double> means;
   for (size_t i = 0; i < kernel.variants.size(); ++i) {
     std::printf("%s%c", text_of(kernel.variants[i].shape).c_str(),
