@@ -108,7 +108,7 @@ struct TensorConstants {
                : static_cast<double>(*hyperparameters.lr_on_device);
   }
 
-  // Returns the number of this step, from 1. `step` points to the number of earlier steps; or null.
+  // Returns the number of this step, from 1: the counter `step` plus 1, or `timestep` if null.
   static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
                                          const float* step) {
     return step == nullptr ? hyperparameters.timestep : steps_of(*step) + 1.0;

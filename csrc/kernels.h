@@ -58,7 +58,7 @@ struct NumberFormats {
 
   static constexpr int kBuffers = sizeof...(BufferFormatTypes);
   using Indices = std::make_integer_sequence<int, kBuffers>;   // indices of the buffers
-  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // size of arrays, never 0
+  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // size of arrays, at least 1
 
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
@@ -112,7 +112,7 @@ template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
 // Combinations of 16-bit parameters with every kind of master weight and gradient dtype, and
-// buffers stored as `Buffers`. `Parts` lists those with split master weights, `Whole` the others.
+// buffers stored as `Buffers`. `Parts` has the combinations with split masters, `Whole` the others.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
@@ -145,7 +145,7 @@ struct WithMastersAndCodes {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// Three parts of the combinations of 16-bit parameters, each for a source file of the CUDA engine.
+// The combinations of 16-bit parameters in three parts, one per source file of the CUDA engine.
 template <typename Param>
 using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>

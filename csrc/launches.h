@@ -25,19 +25,19 @@ namespace amp_ext {
 struct KernelTensorArgs {
   void* grad = nullptr;
   void* param = nullptr;
-  void* master_param = nullptr;     // float32 master weight or residual: see `master`; or null
-  void* buffers[kMaxBuffers] = {};  // exp_avg, ...; as many as the kernel has
+  void* master_param = nullptr;     // float32 master weight or residual (see `master`), or null
+  void* buffers[kMaxBuffers] = {};  // exp_avg, ...: the buffers that the kernel uses
   uint8_t* exponents =
       nullptr;            // [numel / kBlockSize], one per block of the blockwise buffer; or null
   float* step = nullptr;  // [1], step counter (see elements/step_counter.h), or null
   int64_t numel = 0;
-  // Index into StepLaunch::hyperparameters. Operations on gradients alone report the tensor by it.
+  // Index into StepLaunch::hyperparameters; in operations on gradients alone, index of the tensor.
   int32_t group = 0;
   DType grad_dtype = DType::kFloat32;
   DType param_dtype = DType::kFloat32;
   BufferFormat buffer_formats[kMaxBuffers] = {};
   Master master = Master::kNone;
-  uint8_t dithered = 0;       // bit set of what to dither: kDithersParam, kDithersBuffer0 << index
+  uint8_t dithered = 0;  // bits of the arrays to dither: kDithersParam, kDithersBuffer0 << index
   int64_t global_offset = 0;  // index of the first element in the full, unsharded tensor
 };
 
@@ -46,9 +46,9 @@ struct KernelTensorArgs {
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
-// Decay rate (such as beta1) from which on first moments and momenta are dithered: a step may then
-// change them by less than half a unit in the last place, and rounding to nearest would freeze
-// them. Second moments are dithered with any decay rate.
+// Decay rate (such as beta1) from which on first moments and momenta are dithered. From this rate
+// on, a step may change them by less than half a unit in the last place, so rounding to nearest
+// would freeze them. Second moments are dithered with any decay rate.
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
@@ -65,7 +65,7 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   return static_cast<uint8_t>(numbers);
 }
 
-// True if the formats of a tensor's buffers, or of all its arrays, are those of a compiled kernel.
+// True if the formats of the buffers (has_buffers) or of all arrays (has_formats) fit the kernel.
 template <typename NumberFormats, int... index>
 bool has_buffers(const KernelTensorArgs& args, std::integer_sequence<int, index...>) {
   return (... && (args.buffer_formats[index] == NumberFormats::template Buffer<index>::kFormat));
@@ -98,10 +98,11 @@ bool has_formats_of_average(const KernelTensorArgs& args) {
 
 // Inputs that a step reads from the device before it processes gradients.
 struct GradientInputs {
-  const float* grad_scale = nullptr;       // [1], or null: gradients are not scaled
-  const float* found_inf = nullptr;        // [1], the step writes nothing if it is not 0; or null
-  const double* sum_of_squares = nullptr;  // [1], of the scaled gradients; null: no norm is needed
-  double max_grad_norm = std::numeric_limits<double>::infinity();  // of the unscaled gradients
+  const float* grad_scale = nullptr;  // [1], or null: gradients are not scaled
+  const float* found_inf = nullptr;   // [1], the step writes nothing if it is not 0; or null
+  // [1], sum over the scaled gradients; null if no norm is needed.
+  const double* sum_of_squares = nullptr;
+  double max_grad_norm = std::numeric_limits<double>::infinity();  // for the unscaled gradients
   bool skip_nonfinite = false;       // leave elements unchanged if their gradient is inf or NaN
   NormGuardMemory* guard = nullptr;  // [1], checks the norm, requires sum_of_squares; or null
 };
@@ -173,8 +174,8 @@ struct ScaleUpdate {
   ReportMemory reports;
 };
 
-// Inputs of the factor by which gradients are multiplied. The factor is `inv_scale`, or if that is
-// null, the one that clips the norm `total_norm` to `max_norm`.
+// Inputs of the factor by which gradients are multiplied. The factor is `inv_scale`. If `inv_scale`
+// is null, the factor clips the norm `total_norm` to `max_norm`.
 struct MultiplyInputs {
   const float* inv_scale = nullptr;   // [1], or null
   const float* total_norm = nullptr;  // [1], used if inv_scale is null

@@ -28,12 +28,12 @@ struct Adam {
   T one_minus_beta2;
   T eps;
   T step_size;  // lr / (1 - beta1^step)
-  // 1 / sqrt(1 - beta2^step), by which elements are multiplied: dividing them would cost 15 %.
+  // 1 / sqrt(1 - beta2^step), used as a factor because a division would cost 15 %.
   T inv_bias_correction2_sqrt;
-  T root_floor;  // lower bound of sqrt(second moment) before bias correction; -inf: none
+  T root_floor;  // lower bound of sqrt(second moment) before bias correction, or -inf
 
   // Computes the constants of step number `step`, from 1. The differences 1 - beta are computed in
-  // double: in float32, that of beta2 = 0.999 would have a relative error of 1.3e-5.
+  // double, because 1 - 0.999 in float32 would have a relative error of 1.3e-5.
   static AMP_EXT_INLINE Adam for_tensor(const AdamHyperparameters& hyperparameters, double lr,
                                         double step) {
     const double beta1 = hyperparameters.beta1;

@@ -47,9 +47,9 @@ struct BufferDescriptions {
   }
   constexpr int second_moment() const { return first_of(BufferRole::kSecondMoment); }
 
-  // True if the 8-bit formats can be combined. There may be one second moment: only it may use
-  // kRoot, and kRatio needs it. Only one buffer may be blockwise, because KernelTensorArgs has one
-  // array of exponents. kRatio and kMagnitude exclude each other.
+  // True if the 8-bit formats can be combined. At most one buffer is a second moment. Only this
+  // buffer may use kRoot, and kRatio needs it. Only one buffer may be blockwise, because
+  // KernelTensorArgs has one array of exponents. kRatio and kMagnitude exclude each other.
   constexpr bool fit_together() const {
     int seconds = 0;
     int in_blocks = 0;
@@ -64,9 +64,9 @@ struct BufferDescriptions {
            !(has(BufferCode::kRatio) && has(BufferCode::kMagnitude));
   }
 
-  // True if kernels are compiled for these buffers with `codes`. There are none for buffers with a
-  // maximum (AMSGrad), because the formula then takes the root of the maximum instead of the second
-  // moment. If two values of `codes` give the same formats, only the first one has kernels.
+  // True if kernels are compiled for these buffers with `codes`. There are no kernels for buffers
+  // with a maximum (AMSGrad), because the formula then takes the root of the maximum instead of the
+  // second moment. If two values of `codes` give the same formats, only the first one has kernels.
   constexpr bool are_taken_in(Codes codes) const {
     if (first_of(BufferRole::kMaximum) >= 0) return false;
     const bool has_ratios = has(BufferCode::kRatio);

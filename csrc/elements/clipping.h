@@ -17,7 +17,7 @@ AMP_EXT_INLINE double squares_of_tensor(double sum) {
 }
 
 // Returns the factor that clips gradients with norm `total_norm` to `max_norm`: 1 if the norm is
-// small enough, NaN if it is NaN.
+// small enough, NaN if the norm is NaN.
 template <typename T>
 AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
   const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);

@@ -3,17 +3,19 @@
 // shrinks by less than half a unit in the last place per step would never shrink.
 //
 // The threshold between rounding down and up comes from a Weyl sequence over the steps, with a
-// phase for each element, instead of random numbers. It needs no state and does not depend on the
-// device or on the sharding of a tensor. The mean error is O(log steps / steps); random numbers
-// give O(1 / sqrt(steps)). Eight neighbouring elements have as phases a hash of index / 8 (the
-// finaliser of MurmurHash3, Appleby) plus evenly spread offsets.
+// phase for each element, instead of random numbers. The sequence needs no state and does not
+// depend on the device or on the sharding of a tensor. The mean error is O(log steps / steps),
+// instead of O(1 / sqrt(steps)) with random numbers. Eight neighbouring elements share a hash of
+// index / 8 (the finaliser of MurmurHash3, Appleby). Their phases are the sums of this hash and
+// evenly spread offsets.
 //
-// A stride is the step of a sequence, as a fraction of 2^32. Those of parameters and second moments
-// are two of the three fractions of the R-sequence in three dimensions (Roberts, "The Unreasonable
-// Effectiveness of Quasirandom Sequences", 2018), made odd. The third, 0.671, nearly repeats every
-// three steps, so a first moment, which averages about ten steps, would add up the errors. The
-// golden section reduces the error of Adam's updates by a sixth, and sqrt(2) - 1 that of SGD's by a
-// fifth, also in rows with rare gradients. Lion uses 0.671: it flips the fewest signs in such rows.
+// A stride is the step of a sequence, as a fraction of 2^32. The strides of parameters and of
+// second moments are two of the three fractions of the R-sequence in three dimensions (Roberts,
+// "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made odd. The third fraction,
+// 0.671, nearly repeats every three steps, so a first moment, which averages about ten steps, would
+// add up the errors. With the golden section instead, the error of Adam's updates is a sixth
+// smaller. With sqrt(2) - 1, the error of SGD's updates is a fifth smaller, also in rows with rare
+// gradients. Lion uses 0.671, because this fraction flips the fewest signs in such rows.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -28,8 +30,8 @@ namespace amp_ext {
 // Weyl stride of parameters. The strides of buffers are in amp_ext/hyperparameters.h.
 inline constexpr uint32_t kParamStride = 0xD1B54A33u;
 
-// Returns the hash that eight neighbouring elements share. `low` and `high` are the halves of their
-// index / 8; `high` may be a scalar. The hash's low bits are less random, but they matter least.
+// Returns the hash that eight neighbouring elements share. `low` and `high` are the halves of index
+// / 8; `high` may be a scalar. The hash's low bits are less random, but they matter least.
 template <typename U, typename High>
 AMP_EXT_INLINE U dither_hash(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
@@ -61,7 +63,7 @@ AMP_EXT_INLINE U dithered_to_half_bits(V value, U word) {
   const auto size = as_signed(magnitude);  // not every instruction set compares unsigned integers
   const U added = word >> 19;
   const U normal = ((magnitude + added) >> 13) - ((127u - 15u) << 10);
-  // Subnormal float16: counts units of 2^-37. 2^13 of them are a unit of the result, 2^-24.
+  // For a subnormal float16, counts units of 2^-37; its last place is worth 2^13 units.
   const V small = select(size < 0x38800000, float_of(magnitude), V{});  // below 2^-14
   const U subnormal = (to_integer(small * 0x1p37f) + added) >> 13;
   const U nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);

@@ -1,7 +1,7 @@
 // The fast path of a step gives the same bits in fewer instructions, for common options and values.
 //
 // An engine updates a few neighbouring elements on the fast path and records in `Unusual` whether
-// one of them needs the general formula. If so, the general code updates all of them instead.
+// one of them needs the general formula. If so, the general code updates all these elements.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -39,7 +39,7 @@ struct Unusual {
     not_finite = fused_multiply_add(result, 0.0f, not_finite);
   }
   // Records the larger magnitude of update and parameter, as float bits without the sign, unless
-  // the update is 0. is_found() returns true if both were below 2^-62.
+  // the update is 0. is_found() returns true if both magnitudes were below 2^-62.
   AMP_EXT_INLINE void note_update(float update, float param) {
     const uint32_t of_update = 2 * bits_of(update) - 1;  // an update of 0 gives the largest number
     const uint32_t of_param = 2 * bits_of(param);

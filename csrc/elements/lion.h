@@ -33,7 +33,7 @@ struct Lion {
     exp_avg = average(exp_avg, grad);
   }
 
-  // Members of the fast path, which Adam documents.
+  // Members of the fast path: see adam.h.
   static bool has_fast_path(const LionHyperparameters& group) {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            interpolates_from_start(1.0 - group.beta2);
@@ -48,7 +48,7 @@ struct Lion {
                                   Unusual& unusual) const {
     (*this)(grad, param, exp_avg);
     unusual.note_result(param);
-    unusual.note_result(exp_avg);  // the sign of an infinite exp_avg is finite
+    unusual.note_result(exp_avg);  // its sign, which the step uses, would hide an inf
   }
 };
 

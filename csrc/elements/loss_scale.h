@@ -20,13 +20,13 @@ AMP_EXT_INLINE float inverse_scale(float scale) {
 struct ScaleMemory {
   float* scale;             // [1], the loss scale
   int32_t* growth_tracker;  // [1], number of updates without overflow since the scale changed
-  // [1], number of overflows left until the scale shrinks; null: every overflow shrinks it.
+  // [1], overflows left until the scale shrinks; if null, every overflow shrinks the scale.
   int32_t* hysteresis_tracker;
 };
 
 // Lowers the scale after an overflow, and raises it after growth_interval steps without overflow
-// unless it would become inf. Only a growth resets the hysteresis: once it is used up, every
-// overflow lowers the scale.
+// unless it would become inf. Only growth resets the hysteresis. Once the hysteresis is used up,
+// every overflow lowers the scale until the scale grows.
 AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
                                       bool overflow, const ScaleMemory& state) {
   if (!hyperparameters.dynamic) return;

@@ -11,7 +11,7 @@ namespace amp_ext {
 // Number of past values in the history of a report.
 inline constexpr int kHistory = 4096;
 
-// First members of every report. In the mirror, they differ while a write is in progress.
+// First members of every report. In the mirror, the stamps differ while a write is in progress.
 struct ReportStamps {
   int64_t started = 0;   // number of the last write that was started
   int64_t finished = 0;  // number of the last write that was finished
@@ -34,7 +34,7 @@ AMP_EXT_INLINE void fence_for_host() {
 #endif
 }
 
-// Calls copy() to write the mirror, and stores `number` in its stamps: one before, one after it.
+// Sets `started` in the mirror to `number`, calls copy() to write the mirror, and sets `finished`.
 template <typename Copy>
 AMP_EXT_INLINE void write_mirror(ReportStamps* mirror, int64_t number, const Copy& copy) {
   *static_cast<volatile int64_t*>(&mirror->started) = number;

@@ -3,7 +3,7 @@
 // An optimizer with both moments stores the first moment as its ratio to the square root of the
 // second moment (RatioCode). With Adam's betas the ratio is at most 7.3, so blocks need no scale,
 // and large neighbours don't increase the relative error of an update. Ratios are divided by a
-// unit, the power of two at or below that root. For a second moment (RootCode) or a momentum
+// unit, the power of two at or below the root. For a second moment (RootCode) or a momentum
 // (MomentumCode), the unit is a power of two that 32 elements (a block) share.
 //
 // inf and NaN are never lost: RatioCode has a code for NaN, and a special exponent makes all 32
@@ -71,7 +71,7 @@ struct RatioCode {
     return float_of(select(place == kNan, U{} + 0x7fc00000u, moment));
   }
 
-  // Dequantizes an index other than that of NaN. `place` has the bits of the float 2^23 + index.
+  // Dequantizes an index that is not kNan. `place` has the bits of the float 2^23 + index.
   static constexpr uint32_t kPlaceBits = 0x4b000000u;
   template <typename U>
   static AMP_EXT_INLINE auto decode_number(U place, U unit, U sign) {
@@ -81,8 +81,8 @@ struct RatioCode {
   }
 
   // Quantizes a moment. Rounding to nearest would freeze a ratio that changes by less than half a
-  // code per step: for example a small ratio while gradients are 0, which would keep moving its
-  // parameter, any ratio if beta1 is near 1, or the ratio of gradients that agree.
+  // code per step. For example, while gradients are 0, a small ratio would freeze and keep moving
+  // its parameter. Ratios would also freeze if beta1 is near 1, or if gradients agree.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
     const U sum = sum_of(moment, unit);
@@ -93,7 +93,7 @@ struct RatioCode {
   }
 
   // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. Because of the
-  // factor 2 in 2 / unit, the sum is twice that of `encode`; it is rounded in the same way.
+  // factor 2 in 2 / unit, `sum` is twice the sum in `encode`, but is rounded in the same way.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =
@@ -108,8 +108,8 @@ struct RatioCode {
     const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
     return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
   }
-  // Returns the index in units of 2^-13, the resolution of the difference below. So a dequantized
-  // value gets its old index again, whatever the dither. `sum` is multiplied by 2^kPower.
+  // Returns the index in units of 2^-13, the resolution of the difference below, so that any dither
+  // gives a dequantized value its old index again. `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>
   static AMP_EXT_INLINE U place_of(U sum) {
     constexpr uint32_t kLimit = kLargest + (kPower << 23);
@@ -138,14 +138,14 @@ struct BlockUnit {
 };
 
 // Format of a second moment: its root in units, plus 1/16. Floats near 1/16 are evenly spaced, so
-// small roots need no separate case. Only a root of 0 gets code 0: if a small second moment in a
-// block with large ones became 0, its first moment would be divided by eps alone.
+// small roots need no separate case. Only a root of 0 gets code 0. Otherwise a small second moment
+// in a block with large values could become 0, and its first moment would be divided by eps alone.
 struct RootCode {
-  static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64: its square is inf
+  static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64, whose square is inf
   static constexpr uint32_t kReserve = 0x100000;   // the largest code is below 15/16 of the unit
   static constexpr uint32_t kSixteenth = 0x3d800000u;
 
-  // Returns the root to quantize, as computed by the functor. Below 2^-63 it counts as 0.
+  // Returns the root to quantize, as computed by the functor. A root below 2^-63 counts as 0.
   template <typename V>
   static AMP_EXT_INLINE V measured(V root) {
     return select(root < 0x1p-63f, V{}, root);
@@ -154,7 +154,7 @@ struct RootCode {
   static AMP_EXT_INLINE V number(V measured) {
     return measured * measured;
   }
-  // Adds the dither, or half a code, to the bits of a root below 2^64. So the sum is finite.
+  // Adds the dither, or half a code, to the bits of a root (below 2^64, so the sum is finite).
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     return bits + added(dithers, word);
@@ -173,10 +173,10 @@ struct RootCode {
     return (float_of((code << 17) + kSixteenth) - 0.0625f) * unit;
   }
 
-  // Constants of the fast path, which always dithers. On a GPU its roots are multiplied by 2^32,
+  // Constants of the fast path, which always dithers. On a GPU, its roots are multiplied by 2^32,
   // and second moments are below 2^64. `largest` has the bits of a block's largest root plus its
-  // dither. If `largest` is less than 2^17 above kFastLeast, the root itself may be on either side
-  // of the limit below which it counts as 0, so the block is unusual.
+  // dither. If `largest` is less than 2^17 above kFastLeast, it does not show whether the root
+  // without dither counts as 0, so the block is unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
@@ -187,8 +187,8 @@ struct RootCode {
     return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
   }
   // Returns (code << 17) + kSixteenth, plus lower bits to ignore. `root` and `least` are multiplied
-  // by 2^kExponent, and `inverse_unit` is divided by it. `least`, 2^-10 of the unit, replaces
-  // smaller roots other than 0, so that these get a code of at least 1.
+  // by 2^kExponent, and `inverse_unit` is divided by 2^kExponent. `least` is 2^-10 of the unit. A
+  // smaller root that is not 0 is replaced by `least`, so that its code is at least 1.
   template <int kExponent = kFastExponent, typename V, typename U>
   static AMP_EXT_INLINE U fast_encode(V root, V least, V inverse_unit, U word) {
     constexpr float kLeastRoot = kExponent == 0 ? 0x1p-63f : 0x1p-31f;
@@ -196,7 +196,7 @@ struct RootCode {
     const V measured = root < kLeastRoot ? V{} : maximum(root, least);
     return bits_of(add_exact_product(measured, inverse_unit, V{} + 0.0625f)) + (word >> 15);
   }
-  // Dequantizes (code << 17) + kSixteenth. Both products with the unit are exact.
+  // Dequantizes (code << 17) + kSixteenth. The products with the unit below are exact.
   template <typename V, typename U>
   static AMP_EXT_INLINE V fast_decode(U bits, V unit) {
     return add_exact_product(float_of(bits), unit, unit * -0.0625f);
@@ -210,7 +210,7 @@ struct RootCode {
 };
 
 // Format of a momentum: the sign, and the magnitude as a fraction of the unit. Codes are linear in
-// fractions below 1/8; above, each octave (factor of two) has as many codes as that linear part.
+// fractions below 1/8. Above, each octave (factor of two) has as many codes as that linear part.
 struct MomentumCode {
   static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 would be subnormal
   static constexpr uint32_t kReserve = 0;
@@ -224,15 +224,15 @@ struct MomentumCode {
     return measured;
   }
   // Adds the dither, or half a code, to the bits of a magnitude before the unit of its block is
-  // chosen. If it were added later, the largest magnitude would be limited to the last code below
-  // the unit, and could not grow by less than one code per step.
+  // chosen. If the dither were added later, the largest magnitude would be limited to the last code
+  // below the unit, and could not grow by less than one code per step.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     const U sum = bits + added(dithers, word);
     const U limited = select(as_signed(sum) < 0x7f800000, sum, U{} + 0x7f7fffffu);
     const U finite = select(as_signed(bits) < 0x7f800000, limited, bits);
     return select(as_signed(bits) < 0x00800000, bits,
-                  finite);  // subnormal: the unit is the smallest anyway
+                  finite);  // any subnormal number gives the smallest unit
   }
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V measured, float inverse_unit, bool dithers, U word) {

@@ -1,5 +1,5 @@
 // Compares the gradient norm of a step with the norms of earlier steps. The statistics are an
-// exponentially weighted mean and variance; while there are few norms, all of them weigh the same.
+// exponentially weighted mean and variance, with equal weights while there are few norms.
 //
 // Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
 // defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. ZClip
@@ -24,19 +24,19 @@ struct NormSummary : ReportStamps {
   int64_t outliers = 0;      // number of norms at which the guard skipped or clipped
   int64_t nonfinite = 0;     // number of norms that were inf or NaN
   int64_t last_outlier = 0;  // position of the last outlier among all norms, from 1; 0: none yet
-  // Number of outliers since the last norm in the statistics, without norms above max_norm.
+  // Number of outliers since a norm last entered the statistics. Norms above max_norm don't count.
   int64_t outliers_in_row = 0;
   int64_t last_was_skipped = 0;
   int64_t count = 0;  // number of norms in the statistics since they last restarted
   double mean = 0.0;
   double variance = 0.0;
   double last_norm = 0.0;
-  double limit = std::numeric_limits<double>::infinity();  // the next norm is an outlier above it
+  double limit = std::numeric_limits<double>::infinity();  // a larger next norm is an outlier
   int64_t similar_norms = 0;  // number of consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 
-  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which determine the
-  // rest.
+  // Calls visit(name, &NormSummary::field) for the fields of a state dict. The other fields follow
+  // from these.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("norms", &NormSummary::norms);

@@ -56,7 +56,7 @@ struct Split {
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
 };
 
-// First moments in 8 bits: ratios to the square roots of the second moments as these are stored.
+// First moments in 8 bits, as ratios to the square roots of the stored second moments.
 struct Ratio {
   static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
 };
@@ -75,8 +75,8 @@ using FormatOfCode = std::conditional_t<
                        std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
                                           Plain<BFloat16>>>>;
 
-// Formats of all buffers of a parameter. Uniform stores all in one dtype; Coded stores each in its
-// 8-bit format if `codes` includes that format, else in bfloat16.
+// Formats of all buffers of a parameter. Uniform stores all buffers in one dtype; Coded stores each
+// in its 8-bit format if `codes` includes that format, else in bfloat16.
 template <typename Storage>
 struct Uniform {
   static constexpr bool kAreCoded = false;

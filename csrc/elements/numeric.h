@@ -55,8 +55,8 @@ AMP_EXT_INLINE float product(float a, float b) {
 #endif
 }
 
-// Computes start + weight * (end - start). Like torch.lerp, it starts from the nearer of the two,
-// so that a weight of 1 gives exactly `end`.
+// Computes start + weight * (end - start). Like torch.lerp, computes it from `end` if the weight is
+// at least 0.5, so that a weight of 1 gives exactly `end`.
 template <typename T>
 struct Interpolation {
   bool from_end;
@@ -79,9 +79,9 @@ AMP_EXT_INLINE V larger(V a, V b) {
   return select(a > b || a != a, a, b);
 }
 
-// Returns 1 - base^exponent for an integer exponent, within 2 units in the last place; 1 - pow(...)
-// loses digits if the power is near 1. Works on complements: with a = 1 - b, 1 - b^2 is a * (2 -
-// a), and 1 - b * c is (1 - b) + (1 - c) * b. All terms are positive, so nothing cancels.
+// Returns 1 - base^exponent for an integer exponent, within 2 units in the last place. (1 -
+// pow(...) loses digits if the power is near 1.) Works on complements: with a = 1 - b, 1 - b^2 is a
+// * (2 - a), and 1 - b * c is (1 - b) + (1 - c) * b. All terms are positive, so nothing cancels.
 AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
   double result = 0.0;
   double factor = 1.0 - base;  // 1 - base^(2^k)

@@ -13,10 +13,10 @@ struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;
-  int64_t settled_after = -1;    // number of updates before the first without overflow; -1: none
+  int64_t settled_after = -1;    // updates before the first without overflow; -1 until then
   int64_t nonfinite_slot = -1;   // slot of the optimizer with the last inf or NaN gradient; or -1
-  int64_t nonfinite_index = -1;  // index of that gradient among the optimizer's; or -1
-  int64_t nonfinite_update = 0;  // number of the update that reported it; or 0
+  int64_t nonfinite_index = -1;  // index of that gradient in its optimizer; or -1
+  int64_t nonfinite_update = 0;  // number of the update that reported that gradient; or 0
   double scale = 0.0;            // scale after the last update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
@@ -28,7 +28,7 @@ struct ScalerReport : ScalerSummary {
 };
 
 struct OptimizerReport {
-  int64_t update = 0;  // number of the last update that had a flag of the optimizer; 0: none
+  int64_t update = 0;  // number of the last update that had a flag of the optimizer; 0 if none
   int64_t skips = 0;
   int64_t last_was_skipped = 0;
 };

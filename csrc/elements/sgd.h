@@ -24,7 +24,7 @@ struct Sgd {
   bool nesterov;
 
   // Computes the constants of step number `step`, from 1. The first step is not dampened: its
-  // momentum_buffer is the gradient. Without dampening, `step` may be 0: no counter is needed.
+  // momentum_buffer is the gradient. Without dampening, `step` may be 0 (no counter is needed).
   static AMP_EXT_INLINE Sgd for_tensor(const SgdHyperparameters& hyperparameters, double lr,
                                        double step) {
     const bool first = step == 1.0;
@@ -50,7 +50,7 @@ struct Sgd {
     param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
   }
 
-  // Members of the fast path, which Adam documents.
+  // Members of the fast path: see adam.h.
   static bool has_fast_path(const SgdHyperparameters& group) { return takes_fast_path(group); }
   AMP_EXT_INLINE Sgd usual() const {
     Sgd known = *this;

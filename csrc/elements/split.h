@@ -1,16 +1,17 @@
 // Split masters: a 16-bit parameter and a residual of 16 or 8 bits together store a float32 master,
-// or its upper 24 bits if the residual has 8.
+// or only the master's upper 24 bits if the residual has 8 bits.
 //
 // In bfloat16, and in float16 with residuals of 8 bits, the magnitude's bits are cut in two. The
 // residual is the lower part, read as a signed number: if its sign bit is set, the lower part is at
 // least half of the parameter's last place, and the parameter was rounded up, as in apex's
 // distributed fused Adam. The parameter is thus the master rounded to nearest, ties away from zero.
-// A split never gives a zero parameter with a negative residual: such a zero was written from
-// outside, and the master is zero.
+// A split never gives a zero parameter with a negative residual: if such a pair is read, the zero
+// was written from outside, and the master is zero.
 //
 // In float16 with residuals of 16 bits, the parameter is the master rounded to nearest even. The
-// residual is the difference, in units of 2^-15 of the parameter's last place; it is exact for
-// parameters from 2^-16 on. Masters that would round to inf become 65504.
+// residual is the difference between master and parameter, in units of 2^-15 of the parameter's
+// last place. The residual is exact if the parameter is at least 2^-16 in magnitude. Masters that
+// would round to inf become 65504.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -131,8 +132,8 @@ struct SplitHalf16 {
   static AMP_EXT_INLINE V join(V param, U residual) {
     const V number = to_number(residual << 16) * 0x1p-16f;
     // Just below a power of two, float16 values are only half as far apart, so a residual towards
-    // zero is at most 8192 units there. A larger one belongs to an earlier value of the parameter,
-    // which was overwritten from outside, and is limited to 8192.
+    // zero is at most 8192 units there. A larger residual belongs to an earlier value of the
+    // parameter, which was overwritten from outside. Such a residual is limited to 8192.
     const U bits = bits_of(param);
     const U mantissa = bits & 0x007fffffu;
     const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);
@@ -147,7 +148,7 @@ struct SplitHalf16 {
   template <typename V>
   static AMP_EXT_INLINE auto residual_of(V master, V param) {
     const V number = (master - param) * float_of((254u - unit_exponent(param)) << 23);
-    // Adding 1.5 * 2^23 rounds to an integer, which is then in the last bits.
+    // Adding 1.5 * 2^23 rounds to an integer, and this integer is then in the last bits.
     using U = decltype(bits_of(V{}));
     return select(is_finite(param), bits_of(number + 0x1.8p23f) & 0xffffu, U{});
   }

@@ -1,5 +1,6 @@
 // The step counter of a state, a float32 as in torch. From 2^24 on, adding 1 would leave a float32
-// unchanged, so each step takes the next larger float32 instead, and steps are counted by its bits.
+// unchanged, so each step takes the next larger float32, and the bits of the counter give the
+// number of steps.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 // Exponential averages: Polyak and Juditsky, "Acceleration of stochastic approximation by
 // averaging", 1992, with the weights of torch.optim.swa_utils.get_ema_multi_avg_fn. Equal weights:
 // Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018. The
-// warm-up of the decay is that of TensorFlow's ExponentialMovingAverage.
+// decay warms up as in TensorFlow's ExponentialMovingAverage.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct AverageCounters {
   int64_t averages;  // number of averages taken
 };
 
-// Decides whether an optimizer step updates an average, and has the constants of the update.
+// Decides whether an optimizer step updates an average, and holds the constants of the update.
 struct AverageStep {
   bool step_applied;
   bool is_taken;  // true if this step is averaged
@@ -54,10 +54,10 @@ struct AverageStep {
   }
 
   // Returns the index that a tensor's first element has in the dithering of a low-precision
-  // average. The index differs at each average, so that the hash gives independent thresholds. With
-  // the Weyl sequence of the parameters, thresholds would be correlated: an average moves in small
-  // fractions of the distance between two storable values, and would settle up to 40 % of that
-  // distance off. The phases of eight neighbours remain evenly spread.
+  // average. The index differs at each average, so that the hash gives independent thresholds. The
+  // Weyl sequence of the parameters would give correlated thresholds. An average moves in small
+  // fractions of the distance between two storable values, so correlated thresholds would let it
+  // settle up to 40 % of that distance off. The phases of eight neighbours remain evenly spread.
   AMP_EXT_INLINE int64_t dither_place(int64_t global_offset) const {
     constexpr uint64_t kStride = 0x9E3779B97F4A7C18u;      // eight times an odd number
     constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // leaves room to add an index
