@@ -18,13 +18,13 @@ struct Engine {
                int64_t begin, int64_t end);
   // Returns the lowest index (KernelTensorArgs::group) of a gradient with an inf or NaN, or
   // kNoTensor. If `sums` is not null, sums[tiles.number_of_tiles()] receives each tile's sum of
-  // squares: inf or NaN if the tile has one, unless skip_nonfinite leaves such elements out.
+  // squares. The sum includes elements that are inf or NaN, unless skip_nonfinite is true.
   int64_t (*scan)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                   int64_t end);
   // Multiplies gradients in place. Returns the lowest index of a gradient that had an inf or NaN
-  // before, or kNoTensor.
+  // before the multiplication, or kNoTensor.
   int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
-  // Adds the number of infs and NaNs in each gradient to the element of `counts` for its tensor.
+  // Adds the number of infs and NaNs in tensor i of `tiles` to counts[i].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);
   // Updates the averages in AverageLaunch::all_args after one optimizer step.

@@ -26,7 +26,7 @@ constexpr int64_t kAhead = 2048 / sizeof(T);
 template <typename T>
 constexpr int64_t kApart = 512 / sizeof(T);
 // Number of elements per prefetch: one cache line of each array, because more requests would wait
-// for each other. With elements of 16 bits, a line holds twice as many.
+// for each other. A line holds twice as many 16-bit elements as results of type T.
 template <typename T, bool kIsNative>
 constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
@@ -57,9 +57,9 @@ class Dither {
   const uint32_t* first_phase_ = nullptr;
 };
 
-// Rounds the results of a chunk to their stored format. Not inlined: copies in all kernels would be
-// a quarter of the engine's code and of its compile time. Native numbers, which are stored in the
-// type of the computation, need no rounding.
+// Rounds the results of a chunk to their stored format. Not inlined, because copies in all kernels
+// would be a quarter of the engine's code and of its compile time. Native numbers, which are stored
+// in the type of the computation, need no rounding.
 template <typename Stored, typename T, typename... Beside>
 __attribute__((noinline)) void round_chunk(Stored stored, const T* results, int64_t count,
                                            Rounding rounding, Beside... beside) {
@@ -114,7 +114,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     (entry<index>(buffers).prefetch(first + (index + 2) * kApart<T>, count), ...);
   }
 
-  // Sets `results` to the arrays that receive the buffers' results before these are rounded.
+  // Sets `results` to the arrays that receive the buffers' results before the results are rounded.
   AMP_EXT_INLINE void results_in(T (*scratch)[kChunkSize], T** results) const {
     ((results[index] = entry<index>(buffers).results_in(scratch[index])), ...);
   }
@@ -180,7 +180,7 @@ AMP_EXT_INLINE bool is_nonfinite(Storage value) {
   return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
 }
 
-// Stores unscaled gradients, rounded, but keeps stored elements that are inf or NaN.
+// Stores unscaled gradients, rounded. Elements of `stored` that are inf or NaN stay unchanged.
 template <typename Storage, typename T>
 void round_finite_results(const T* results, int64_t count, Storage* stored) {
   if constexpr (!std::is_same_v<Storage, T>) {
@@ -272,7 +272,7 @@ void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Til
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Steps a tile with the kernel whose number formats are those of the tensor. There is always one.
+// Steps a tile with the kernel for the number formats of its tensor. Such a kernel always exists.
 template <int kBuffers, typename Functor, typename T, typename... Each>
 void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& constants,
                      bool is_usual, const Tile& tile) {
@@ -297,7 +297,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
   static_cast<void>((step_if_matching(Each()) || ...));
 }
 
-// Caches the constants of the last tensor, because most neighbouring tensors share group and step.
+// Caches the constants of a tensor, because the next tensor mostly has the same group and step.
 template <template <typename> class Functor, typename T>
 class ConstantsCache {
  public:
@@ -384,7 +384,7 @@ AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_
   visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
-// Type as which exponents are compared. Their other bits are 0, so a float is inf but never NaN.
+// Type in which exponents are compared. The other bits are 0, so a float may be inf but not NaN.
 template <typename Storage>
 struct ExponentType {
   using type = int16_t;
@@ -398,7 +398,7 @@ struct ExponentType<double> {
   using type = double;
 };
 
-// True if any element is inf or NaN, which shows in the largest exponent.
+// True if any element is inf or NaN. A test of the largest exponent is enough.
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
@@ -441,8 +441,8 @@ AMP_EXT_INLINE double to_double(Storage value) {
 // Number of elements whose squares are summed in float32 before the sum is checked.
 constexpr int64_t kSumSize = 1024;
 
-// Returns the sum of squares in a fixed order: 32 running sums, then pairwise. `count` is at most
-// kSumSize. Prefetches `ahead` elements in advance.
+// Returns the sum of squares in a fixed order: elements are added to 32 running sums, and these are
+// added in pairs. `count` is at most kSumSize. Prefetches `ahead` elements in advance.
 template <typename Storage>
 float sum_of_squares_in_float(const Storage* elements, int64_t count, int64_t ahead) {
   using V = Vector<float>;
@@ -485,7 +485,7 @@ double sum_of_squares_in_double(const Storage* elements, int64_t count) {
 constexpr float kSmallSum = 1e-20f;
 
 // Returns the sum of squares in float64. Sums kSumSize elements at a time in float32, unless their
-// squares are too large or too small for it.
+// squares are too large or too small for float32.
 template <typename Storage>
 double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
   double sum = 0.0;
@@ -555,7 +555,7 @@ inline void count_nonfinite(const TileMap& tiles, std::atomic<int64_t>* counts, 
   });
 }
 
-// Multiplies elements in place. Returns true if an element was inf or NaN before.
+// Multiplies elements in place. Returns true if an element was inf or NaN before the call.
 template <typename Storage>
 bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) {
   using T = typename ComputeType<Storage>::type;

@@ -4,7 +4,7 @@
 // A first loop updates a group of elements and leaves the results in scratch memory. If a result is
 // unusual (NaN, or a second moment that is negative or nearly infinite), the general code updates
 // the group instead, because nothing has been stored yet. Otherwise a second loop quantizes and
-// stores the results. So each number is dequantized once, and one test covers the group.
+// stores the results. So each number is dequantized only once, and one test covers the whole group.
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
@@ -12,7 +12,7 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 constexpr int64_t kGroupSize = 16 * kLanes<float>;
 static_assert(kChunkSize % kGroupSize == 0 && kGroupSize % (2 * kBlockSize) == 0);
 
-// True for number formats that are dithered if the options say so.
+// True for number formats that support dithering.
 template <typename NumberFormat>
 inline constexpr bool kMayDither = false;
 template <>
@@ -30,8 +30,8 @@ inline constexpr int kMayDitherAmong =
     (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
     (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
     (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
-// Returns the bits of KernelTensorArgs::dithered with which a tensor takes the fast path: those
-// that result from the default betas, and those of all 8-bit buffers.
+// Returns the bits of KernelTensorArgs::dithered that a tensor on the fast path must have: the bits
+// that the default betas give, and the bits of all 8-bit buffers.
 template <typename NumberFormats>
 constexpr int usual_dither() {
   typename NumberFormats::Hyperparameters defaults;
@@ -45,8 +45,8 @@ bool has_usual_dither(const KernelTensorArgs& args) {
   return (args.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
 }
 
-// True if a functor has a fast path for these number formats. With float32 moments it would save
-// nothing.
+// True if a functor has a fast path for these number formats. With float32 moments, a fast path
+// would save nothing.
 template <typename Functor, typename NumberFormats>
 inline constexpr bool kHasFastPath = false;
 template <typename NumberFormats>
@@ -191,7 +191,7 @@ struct FastGroup {
   alignas(64) uint32_t inverses[kLanes<float>];
   alignas(64) uint32_t leasts[kLanes<float>];
 
-  // Updates the group of elements that starts at `first`. Returns true if none of them is unusual.
+  // Updates the group of elements that starts at `first`. Returns true if no element is unusual.
   template <typename Functor>
   AMP_EXT_INLINE bool update(const FastConstants<Functor>& constants, const Streams& streams,
                              int64_t first, const uint32_t* phases, bool asks_ahead) {
@@ -234,8 +234,8 @@ struct FastGroup {
         } else {
           second_moment = fast_load(second_moments, index);
           if constexpr (NumberFormats::kHasRatios) {
-            // Collect signs: a negative second moment has no root, so its unit is wrong, and the
-            // new ratio may be infinite.
+            // Collect signs, because a negative second moment has no root: the unit would be wrong,
+            // and the new ratio could be infinite.
             signs |= bits_of(second_moment);
             unit = ((bits_of(second_moment) >> 1) + 0x1fc00000u) & 0x7f800000u;
           }

@@ -44,8 +44,8 @@ AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
 
 // How results are rounded to 16 or 8 bits.
 struct Rounding {
-  const uint32_t* phases = nullptr;  // dither phases of a chunk; null: round to nearest
-  uint32_t offset = 0;               // added to each phase: step * stride
+  const uint32_t* phases = nullptr;  // dither phases of a chunk; null to round to nearest
+  uint32_t offset = 0;               // step * stride, which is added to each phase
 
   AMP_EXT_INLINE bool dithers() const { return phases != nullptr; }
   AMP_EXT_INLINE Vector<uint32_t> words(int64_t index) const {
@@ -82,7 +82,7 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
   if constexpr (!std::is_same_v<Storage, T>) round_all(results, count, stored);
 }
 
-// Extra room in an array of phases: fill_phases begins at a multiple of 8 and stores whole vectors.
+// Extra room for phases, because fill_phases begins at a multiple of 8 and stores whole vectors.
 inline constexpr int64_t kBesidePhases = 8 * kLanes<uint32_t> + 7;
 
 // Computes the dither phases of `count` elements; the first has index `first` in the unsharded
@@ -101,7 +101,7 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   U own = (lanes + static_cast<uint32_t>(place - before)) * kPhaseStride;
   for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
     const U number = begin + static_cast<uint32_t>(i);
-    // Subtracting `carry` adds 1 to the upper half where the lower half overflowed: true is -1.
+    // `carry` is -1 (true) where the lower half overflowed: subtracting it adds 1 to `high`.
     const U carry = bit_cast<U>(number < residual);
     const EightTimes hashes(dither_hash(number, high - carry));
     for (int k = 0; k < 8; ++k) {
@@ -144,7 +144,7 @@ struct Numbers<Plain<Storage>> {
   AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
     round_results(results, count, elements, rounding);
   }
-  // Returns the units (see RatioCode) of the ratios to these second moments.
+  // Returns the units (see RatioCode) of the ratios that belong to these second moments.
   AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
     return unit_below_root(bits_of(load<Vector<float>>(index)));
   }
@@ -164,7 +164,7 @@ struct Numbers<Mastered<Storage>> {
   template <typename T>
   static constexpr bool kIsNative = false;
 
-  Storage* elements;  // written but never read
+  Storage* elements;  // parameters: written but never read
   float* masters;
 
   AMP_EXT_INLINE static Numbers at(void* elements, void* masters, int64_t offset) {
@@ -274,7 +274,7 @@ struct Numbers<Ratio> {
     amp_ext::prefetch(codes, index, count);
   }
 
-  // Dequantizes ratios. `second` is the stored second moments to which they refer.
+  // Dequantizes ratios. `second` holds the stored second moments of the same elements.
   template <typename Second>
   AMP_EXT_INLINE Vector<float> load(int64_t index, const Second& second) const {
     return RatioCode::decode(load_wide(codes + index), second.unit(index));
@@ -354,8 +354,8 @@ struct Numbers<Blockwise<Code>> {
       const auto bits = bits_of(measured[k]) & 0x7fffffffu;
       const auto words = rounding.words(first + k * kLanes<float>);
       const auto lifted = Code::lifted(bits, rounding.dithers(), words);
-      // Halve the bits, because those of a NaN may exceed the largest int32. The last bit is not
-      // needed.
+      // Halve the bits, because the bits of a NaN may exceed the largest int32. The result does not
+      // need the last bit.
       largest = maximum(as_signed(lifted >> 1), largest);
     }
     const BlockUnit unit = BlockUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,

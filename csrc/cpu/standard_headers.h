@@ -22,7 +22,7 @@
 #include <arm_neon.h>
 #endif
 
-// AMP_EXT_TARGET("avx2") lets the code up to AMP_EXT_END_TARGET use more instructions: here AVX2.
+// AMP_EXT_TARGET("avx2") lets the code up to AMP_EXT_END_TARGET use AVX2 instructions, for example.
 #define AMP_EXT_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define AMP_EXT_TARGET(features) \

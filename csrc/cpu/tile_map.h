@@ -19,12 +19,12 @@ struct Tile {
   int64_t index_of_tile;  // index of the tile among all tiles
   int64_t begin;
   int64_t end;
-  int64_t end_ahead;  // end of the elements that may be prefetched; 0: none
+  int64_t end_ahead;  // end of the elements that may be prefetched; 0 if none may be
 };
 
 // Places tensors one after another on an axis of cost. The cost of a tensor is its number of
-// elements plus an overhead for starting it. Each thread gets a range of the axis, and the tiles
-// that start in this range. So exactly one thread processes each tile, wherever the axis is cut.
+// elements plus an overhead for starting it. Each thread processes the tiles that start in its
+// range of the axis. So exactly one thread processes each tile, wherever the axis is cut.
 class TileMap {
  public:
   // If `asks_ahead` is false, kernels may not prefetch.

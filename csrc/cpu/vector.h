@@ -104,7 +104,7 @@ template <typename V>
 AMP_EXT_INLINE V maximum(V first, V second) {
   return first > second ? first : second;
 }
-#if AMP_EXT_VECTOR_X86 == 64  // gcc compiles the code above to min and max in narrower vectors only
+#if AMP_EXT_VECTOR_X86 == 64  // gcc uses min and max instructions only for narrower vectors
 AMP_EXT_INLINE Vector<float> minimum(Vector<float> first, Vector<float> second) {
   return _mm512_maskz_min_ps(0xffff, first, second);
 }
@@ -462,7 +462,7 @@ AMP_EXT_INLINE V load(const Half* from) {
 #endif
 }
 
-// Rounds to bfloat16, and returns it in the upper 16 bits of each lane. Wrong for NaN.
+// Rounds each lane to bfloat16, in the upper 16 bits of the lane. The result is wrong for NaN.
 AMP_EXT_INLINE Vector<uint32_t> rounded_to_upper_bits(Vector<float> value) {
   const auto bits = bit_cast<Vector<uint32_t>>(value);
   return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -508,7 +508,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #endif
 }
 
-// Rounds and stores `count` elements, a multiple of the lanes.
+// Rounds and stores `count` elements. `count` must be a multiple of the number of lanes.
 template <typename T, typename Storage>
 AMP_EXT_INLINE void round_all(const T* from, int64_t count, Storage* to) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load<Vector<T>>(from + i));
@@ -567,8 +567,8 @@ struct NanSeen {
 };
 
 // Stores the upper 16 bits of upper_bits(value, index) for `count` elements, a multiple of the
-// lanes; NaN stays NaN. The first loop packs two vectors at a time and only detects NaN, at half
-// the cost of replacing it. If there was one, the second loop rounds all elements again.
+// number of lanes. NaN stays NaN. The first loop packs two vectors at a time and only detects NaN,
+// because replacing NaN costs twice as much. After a NaN, a second loop rounds all elements again.
 template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {
