@@ -18,7 +18,7 @@ struct AveragedStreams {
   using Averages = Numbers<AverageFormat>;
   static constexpr int kPackSize = 16 / std::min(Weights::kLeastBytes, Averages::kLeastBytes);
   static constexpr int kPointers = Weights::kPointers + 1;
-  // Three blocks for float16 with a 16-bit residual, because joining the two takes more registers.
+  // Three blocks for float16 with a 16-bit residual, because joining it takes more registers.
   static constexpr int kBlocks = std::is_same_v<WeightFormat, Split<Half, 16>> ? 3 : 4;
   using Shape = cuda::Shape<kThreads, Averages::kMayDither ? 8192 : 4096, kBlocks, 2, 2048>;
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       });
 }
 
-// Averages the tensors with the number formats of `Streams`, and adds their number to `launched`.
+// Averages the tensors with the number formats of `Streams`, and counts them in `launched`.
 template <typename Streams, typename HasFormats>
 int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                    const HasFormats& has_formats, int64_t& launched) {

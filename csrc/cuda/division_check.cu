@@ -1,5 +1,5 @@
-// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU. No
-// standard specifies the approximations from which the GPU computes them.
+// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU. A
+// test is needed, because no standard specifies the approximations that the GPU starts from.
 #include <algorithm>
 #include <cmath>
 

@@ -19,14 +19,14 @@ inline constexpr int kLeastDriverVersion = 12010;
 // launch. Launches that may run at the same time need different counters.
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
-// Adds the norm of a step to its norm guard, for steps in which no kernel does that.
+// Adds the norm of a step to its norm guard, if no kernel of the step adds it.
 int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
 
 // Device memory for a sum of squares.
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]
   uint32_t* block_counter = nullptr;  // [1], the counter of step()
-  // [count], one per tensor, zero before and after; null if the sum of each tensor is not wanted.
+  // [count], one per tensor, zero before and after a scan; null if sums per tensor are not needed.
   uint32_t* tensor_counters = nullptr;
 };
 
@@ -38,7 +38,8 @@ int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t s
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
 // null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN. There
-// is at least one launch for each dtype. Each sets is_launched[i], false before, of its gradients.
+// is at least one launch for each dtype. Each launch sets is_launched[i], which starts as false, to
+// true for its gradients.
 int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 
@@ -47,18 +48,19 @@ int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* co
                     cudaStream_t stream);
 
 // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are not
-// rounded to nearest on this device. Tries every `stride`-th of 2^24, 2^23 and 10^8 operands.
+// rounded to nearest on this device. Tries every `stride`-th of 2^24 roots, 2^23 reciprocals and
+// 10^8 quotients.
 int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
 
 // Launches one kernel for each pair of number formats, or several if the tensors do not fit into a
-// kernel's arguments. The last one advances the counters. `block_counter` is as in step.
+// kernel's arguments. The last kernel advances the counters. For `block_counter`, see step().
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
 // Largest number of overflow flags (one per optimizer and device) that one launch reads.
 inline constexpr int kMaxFlags = 128;
 
-// Updates the loss scale, which backs off if any of flags[count] is set. More than kMaxFlags flags
-// need `earlier_overflow`, a zero on the device.
+// Updates the loss scale. The scale backs off if any of flags[count] is set. `earlier_overflow` is
+// needed only for more than kMaxFlags flags: it points to a zero on the device.
 int update_scale(const ScaleUpdate& update, const OverflowFlag* flags, int64_t count,
                  int32_t* earlier_overflow, cudaStream_t stream);
 

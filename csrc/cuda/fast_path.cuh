@@ -1,5 +1,5 @@
 // The fast path of a step, for packs with common values only (see elements/fast_path.h). A warp
-// votes before it stores: if one element is unusual, the general code updates all of its elements.
+// votes before it stores: if one element is unusual, the general code updates the whole warp.
 #pragma once
 
 #include <utility>
@@ -19,7 +19,7 @@ __device__ __forceinline__ float bfloat16_at(const Pack<uint32_t, kWords>& words
   const uint32_t word = words.values[index / 2];
   return float_of(index % 2 == 0 ? word << 16 : word & 0xffff0000u);
 }
-// Returns the upper halves of two words, that of `first` in the lower half of the result.
+// Returns the upper halves of two words in one word, in which the lower half comes from `first`.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t first, uint32_t second) {
   return select_bytes(first, second, 0x7632);
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, i
 }
 
 // A pack of kCount consecutive numbers of one format, in registers. `set` quantizes finite values.
-// If kDithers, `word` is the dither word of the first one (see elements/dither.h).
+// If kDithers, `word` is the dither word of the first number (see elements/dither.h).
 template <typename NumberFormat, int kCount>
 struct FastPack {
   typename Numbers<NumberFormat>::template Values<kCount> own;
@@ -63,12 +63,12 @@ struct FastPack<Plain<BFloat16>, kCount> {
     words = words_at<kCount / 2>(numbers.elements, index);
   }
   __device__ float get(int i) const { return bfloat16_at(words, i); }
-  // Returns the unit (see RatioCode) of the ratio to this second moment.
+  // Returns the unit (see RatioCode) of the ratio that belongs to second moment i.
   __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(get(i))); }
   __device__ uint32_t twice_inverse_unit(int i) const {
     return twice_inverse_unit_below_root(bits_of(get(i)));
   }
-  // Returns 0 if no second moment is negative. A negative one has no root, so its unit is wrong.
+  // Returns 0 if no second moment is negative. A negative second moment would give a wrong unit.
   __device__ uint32_t negative() const {
     uint32_t signs = 0;
 #pragma unroll
@@ -172,7 +172,7 @@ struct FastPack<Ratio, kCount> {
   __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
     words = words_at<kCount / 4>(numbers.codes, index);
   }
-  // Returns a word in which the upper bit of a byte is set if a code at its position is NaN.
+  // Returns a word of four bytes: the upper bit of a byte is set if a code at this position is NaN.
   __device__ uint32_t nan_codes() const {
     uint32_t found = 0;
 #pragma unroll
@@ -205,8 +205,8 @@ struct FastPack<Ratio, kCount> {
   }
 };
 
-// Returns the largest bit pattern of a block of 32 elements, none of which is negative, after their
-// dither was added. All threads of a warp must call this.
+// Returns the largest bit pattern of a block of 32 elements after their dither was added. No
+// element may be negative. All threads of a warp must call this function.
 template <typename Code, int kCount>
 __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCount], uint32_t word) {
   uint32_t largest = 0;
@@ -238,15 +238,15 @@ struct FastPack<Blockwise<RootCode>, kCount> {
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
 
-  // Chooses the exponent of a block of 32 elements. All threads that hold a part of it must call
-  // this. Returns true if the block has an unusual number.
+  // Chooses the exponent of a block of 32 elements. All threads that hold a part of the block must
+  // call this function. Returns true if the block has an unusual number.
   __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
     const uint32_t largest = largest_of_block<RootCode>(roots, word);
     exponent = RootCode::fast_unit(largest);
     return RootCode::is_unusual(largest);
   }
-  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, where the units are those of
-  // ratios to the stored roots.
+  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, where `unit` is the unit of a
+  // ratio to the stored root.
   __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
     const float unit = float_of(exponent << 23);
     const uint32_t scaled = exponent + RootCode::kFastExponent;
@@ -317,7 +317,7 @@ struct FastConstants {
   Functor update;
   float grad_factor;  // TensorConstants::grad_factor * direction
   uint32_t step;
-  uint32_t place_bits;  // RatioCode::kPlaceBits, unknown to the compiler (see BlockState)
+  uint32_t place_bits;  // RatioCode::kPlaceBits, hidden from the compiler (see BlockState)
 
   template <typename Constants>
   __device__ static FastConstants of(const Constants& general, uint32_t place_bits) {
@@ -336,7 +336,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
-  // Returns KernelTensorArgs::dithered for default options, although 8-bit buffers always dither.
+  // Returns the value of KernelTensorArgs::dithered for default options, except that 8-bit buffers
+  // are dithered with any options.
   static constexpr uint8_t default_dither() {
     typename NumberFormats::Hyperparameters defaults;
     defaults.dither = true;
@@ -365,7 +366,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Entries<FastPack<typename NumberFormats::template Buffer<index>, kCount>...> buffers;
   };
 
-  // If `there` is true, prefetches the pack kAhead elements after `first` in all arrays to read.
+  // Prefetches the pack kAhead elements after `first` in all input arrays, if `there` is true.
   template <int kAhead>
   static __device__ __forceinline__ void prefetch(const Streams& streams, int64_t first,
                                                   bool there) {
@@ -374,8 +375,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     (entry<index>(streams.buffers).template prefetch<kAhead>(first, there), ...);
   }
 
-  // Updates the pack at `first`, unless a pack of the warp has an unusual number. Returns true if
-  // it was updated. All threads of a warp must call this; a thread that is not `inside` only votes.
+  // Updates the pack at `first` and returns true, unless a pack of the warp has an unusual number.
+  // All threads of a warp must call this function. A thread that is not `inside` only votes.
   template <Division kDivision>
   static __device__ __forceinline__ bool update(const FastConstants<Functor>& constants,
                                                 const Streams& streams, int64_t first,
@@ -411,8 +412,9 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     ((is_unusual |=
       choose_unit<index>(packs, index == NumberFormats::kRoot ? roots : buffers[index], word_of)),
      ...);
-    // All threads must have loaded before one stores: several threads read the exponent of a block,
-    // and those that are not `inside` read another thread's pack. Votes do not order memory access.
+    // All threads must have loaded before one stores, because several threads read the exponent of
+    // a block, and threads that are not `inside` read another thread's pack. The vote below does
+    // not order memory accesses.
     __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 
@@ -461,8 +463,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Quantizes a buffer if it has ratios (or, without kIsRatio, none). Ratios come last, because
-  // they refer to the rounded second moment.
+  // Quantizes a buffer of ratios if kIsRatio is true, any other buffer if it is false. Ratios come
+  // last, because they refer to the rounded second moment.
   template <int buffer, bool kIsRatio, typename WordOf>
   static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
                                                     uint32_t (&inverses)[kCount],

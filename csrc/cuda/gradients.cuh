@@ -14,8 +14,8 @@ namespace amp_ext::cuda {
 template <typename Storage>
 inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
 
-// A thread loads four packs before it uses one. Large tiles need fewer sums over a block: on an
-// H100, tiles of 4096 elements with one or two packs take up to 1.7 times as long.
+// Shape in which a thread loads four packs before it uses any of them. Large tiles need fewer sums
+// over a block: on an H100, 4096 elements and one or two packs take up to 1.7 times as long.
 template <typename Storage>
 using GradientShape = Shape<kThreads, 16384, 4, 4>;
 
@@ -82,7 +82,7 @@ struct GradientTile {
 
 // Flags with which a block reports inf and NaN.
 struct GradScanOutputs {
-  float* found_inf;          // [1], set to 1; null: nothing is reported
+  float* found_inf;          // [1], set to 1 if inf or NaN is found; if null, nothing is reported
   int64_t* first_nonfinite;  // [1], lowered to the tensor's index; or null
 };
 
@@ -142,7 +142,7 @@ __device__ T tile_sum_of_squares(const Tile& tile, bool skip_nonfinite = false) 
   return block_sum<typename Tile::Shape>(sum);
 }
 
-// Returns the sum of the squares of a tile, in float64 if some are too large or small for float32.
+// Returns the sum of the squares of a tile, in float64 if the range of float32 is too small.
 template <typename Tile>
 __device__ double careful_sum_of_squares(const Tile& tile) {
   if constexpr (!std::is_same_v<typename Tile::Storage, double>) {
@@ -162,7 +162,7 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// Writes the sum of a tensor's squares, in the last of its blocks to arrive here.
+// Writes the sum of a tensor's squares. Only the last block of the tensor to arrive here does so.
 template <typename Shape, typename Table, typename Tile>
 __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 }
 
 // Launches a kernel over the gradients of dtype Storage, several times if they do not fit into one
-// table. The caller sets all of `arguments` but the table. Sets is_launched[i], unless null, for
-// each gradient whose kernel was launched.
+// table. The caller sets all fields of `arguments` except `table`. Sets is_launched[i] to true for
+// each gradient whose kernel was launched, unless is_launched is null.
 template <typename Storage, typename Shape, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {

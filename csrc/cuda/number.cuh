@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half&
   stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));
 }
 
-// The numbers of one format in a tensor. `Values` are those that a thread has loaded.
+// The numbers of one format in a tensor. `Values` holds numbers that a thread has loaded.
 template <typename NumberFormat>
 struct Numbers;
 
@@ -58,7 +58,7 @@ struct Numbers<Plain<Storage>> {
     Pack<Storage, kCount> pack;
 
     __device__ auto load(int i) const { return cuda::load(pack.values[i]); }
-    // Returns the unit (see RatioCode) of the ratio to this second moment.
+    // Returns the unit (see RatioCode) of the ratio that belongs to second moment i.
     __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(load(i))); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
@@ -84,7 +84,7 @@ struct Numbers<Mastered<Storage>> {
   static constexpr int kLeastBytes = sizeof(Storage);
   static constexpr bool kMayDither = false;
 
-  Storage* elements;  // written but never read
+  Storage* elements;  // parameters: written but never read
   float* masters;
 
   template <int kCapacity>
@@ -132,7 +132,7 @@ template <typename Storage, int kBits>
 struct Numbers<Split<Storage, kBits>> {
   using Residual = typename Split<Storage, kBits>::Residual;
   static constexpr int kPointers = 2;
-  static constexpr int kLeastBytes = sizeof(Storage);  // 1 would give packs of 16, which spill
+  static constexpr int kLeastBytes = sizeof(Storage);  // with 1, packs of 16 elements would spill
   static constexpr bool kMayDither = kBits == 8;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
@@ -200,7 +200,7 @@ struct Numbers<Split<Storage, kBits>> {
 template <>
 struct Numbers<Ratio> {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(float);  // 1 would give packs of 16, which spill
+  static constexpr int kLeastBytes = sizeof(float);  // with 1, packs of 16 elements would spill
   static constexpr bool kMayDither = true;
 
   uint8_t* codes;
@@ -278,7 +278,8 @@ struct Numbers<Blockwise<Code>> {
     __device__ float load(int i) const { return Code::number(root(i)); }
 
     // Chooses the unit of a block of 32 elements, before any of them is stored. All threads that
-    // hold a part of it must call this. rounding_of(i) returns the rounding of moment i.
+    // hold a part of the block must call this function. rounding_of(i) returns the rounding of
+    // moment i.
     template <typename RoundingOf>
     __device__ void choose_unit(const float (&moments)[kCount], const RoundingOf& rounding_of) {
       constexpr int kThreads = kBlockSize / kCount;
@@ -291,8 +292,8 @@ struct Numbers<Blockwise<Code>> {
       }
       const unsigned first = threadIdx.x % warpSize / kThreads * kThreads;
       const unsigned mask = (0xffffffffu >> (32 - kThreads)) << first;
-      // All threads must load the old exponent before one stores a new one. Shuffles don't order
-      // that.
+      // All threads must load the old exponent before one thread stores a new exponent. Shuffles do
+      // not order memory accesses.
       __syncwarp(mask);
 #pragma unroll
       for (int distance = kThreads / 2; distance > 0; distance /= 2) {

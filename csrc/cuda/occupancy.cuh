@@ -1,5 +1,5 @@
-// The number of blocks of a step kernel for which a multiprocessor must have registers (the second
-// argument of __launch_bounds__). It is low enough that no kernel spills.
+// Chooses how many blocks of a step kernel must fit into the registers of a multiprocessor (the
+// second argument of __launch_bounds__). The numbers are low enough that no kernel spills.
 #pragma once
 
 #include <type_traits>
@@ -9,11 +9,11 @@
 
 namespace amp_ext::cuda {
 
-// The registers that a formula needs besides the numbers that it works on.
-// scripts/compile_kernels.sh says whether a kernel has enough.
+// Class of a formula by the registers that it needs in addition to the numbers that it works on.
+// scripts/compile_kernels.sh says whether a kernel has enough registers.
 enum class Weight { kUnknown, kLeast, kLight, kMedium, kHeavy };
 
-// The weight of a functor with its first kBuffers buffers.
+// The class of a functor with its first kBuffers buffers.
 template <template <typename> class Functor, int kBuffers>
 inline constexpr Weight kWeight = Weight::kUnknown;
 template <>
@@ -28,7 +28,7 @@ template <>
 inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
 
 // Returns the number of blocks for the general kernel. Packs of 8 elements, conversions and
-// dithering need many registers, and more of them on sm_100. `architecture` is 900 for sm_90.
+// dithering need many registers, and on sm_100 even more. `architecture` is 900 for sm_90.
 template <template <typename> class Functor, typename Streams>
 constexpr int blocks_on(int architecture) {
   using NumberFormats = typename Streams::NumberFormats;

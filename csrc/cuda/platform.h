@@ -2,7 +2,7 @@
 #pragma once
 
 #if defined(AMP_EXT_CUDA_EMULATOR)
-#include <cuda_emulator.h>  // from tests/: the same names for g++, with threads on the CPU
+#include <cuda_emulator.h>  // in tests/: emulates CUDA with g++ and threads on the CPU
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
 }
 
 // Prefetches the cache line of the element kAhead elements after `element`, if `there` is true.
-// Uses a predicate and no branch, after which the threads of a warp would have to reconverge.
+// Uses a predicate, because the threads of a warp would have to reconverge after a branch.
 template <int kAhead, typename Storage>
 __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element,
                                          [[maybe_unused]] bool there) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element
 }
 
 // Returns four bytes of two words. Each of the lower four hex digits of `selector` names a byte: 0
-// to 3 in `first`, 4 to 7 in `second`. Adding 8 to a digit replaces the byte by copies of its sign.
+// to 3 in `first`, 4 to 7 in `second`. A digit plus 8 gives copies of the byte's sign bit instead.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second,
                                                  uint32_t selector) {
 #if defined(AMP_EXT_CUDA_EMULATOR)
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
 #endif
 }
 
-// The approximations for elements/fast_division.h. They err by one or two units in the last place.
+// Approximations for elements/fast_division.h, with errors of up to two units in the last place.
 struct Seeds {
   static __device__ __forceinline__ float inverse_root(float value) {
 #if defined(AMP_EXT_CUDA_EMULATOR)

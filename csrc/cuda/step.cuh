@@ -46,8 +46,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
 
   // Elements per tile. Each tile computes the constants of its tensor, which takes noticeable time
   // with low-precision buffers: on an H100, tiles of 2048 take up to 1.4 times as long. Without
-  // such buffers, each thread gets at least two packs: with one, a step of many elements takes 1.09
-  // times as long on an H200, and 0.99 on an H100, whose memory is slower.
+  // such buffers, each thread gets at least two packs: with one pack, a step of many elements takes
+  // 1.09 times as long on an H200, and 0.99 on an H100, whose memory is slower.
   static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // True if a buffer may be dithered.
@@ -56,8 +56,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
-  // Compiles two loops. With 8-bit buffers, every number that can be dithered usually is, so the
-  // usual loop omits the test for each number.
+  // Chooses the two loops to compile. With 8-bit buffers, a step usually dithers every number that
+  // can be dithered, so the usual loop omits the test for each number.
   static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
   static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
@@ -101,9 +101,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return streams;
   }
 
-  // Returns the first index in [begin, end) at which packs can start, a 16-byte boundary of all
-  // streams, or `end` if there is none. Blockwise formats need packs from `begin` on, the start of
-  // a block; without packs, the 32 threads of a warp share a block of 32 elements.
+  // Returns the first index in [begin, end) at which packs can start, or `end` if there is none.
+  // Packs start at a 16-byte boundary of all streams. With blockwise formats, packs must start at
+  // `begin`, where a block starts; without packs, the 32 threads of a warp share a block.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
     const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
@@ -213,8 +213,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       }
     }
   };
-  // The dithering of up to eight consecutive elements. 8-bit kernels compute only once the hash
-  // that eight elements share. Other kernels work on more elements and lack registers for the
+  // The dithering of up to eight consecutive elements. Eight elements share a hash, which 8-bit
+  // kernels compute only once. Other kernels work on more elements and lack registers for the
   // phases.
   static constexpr bool kShares = NumberFormats::kHasCodes;
   template <Dithers kWhich, int kCount>
@@ -269,7 +269,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Stores the buffers of one element. Ratios come last: they depend on the stored second moment.
+  // Stores the buffers of one element. Ratios come last, because they need the stored second
+  // moment.
   template <int kCount, typename Words>
   __device__ void store_elements(Values<kCount>& values,
                                  const T (&elements)[NumberFormats::kPlaces], int i,
@@ -300,15 +301,15 @@ inline constexpr int kArchitecture = __CUDA_ARCH__;
 inline constexpr int kArchitecture = 0;
 #endif
 
-// This is not an alias, because kernels are templates of it, and an alias would name another type
-// in host code than on sm_100.
+// StepShape is no alias, because kernels are templates of it: in host code, an alias would be
+// another type than in code for sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
-// Blocks of 128 threads that prefetch keep more of the memory busy while other blocks compute, and
-// formats with fewer bytes per element have larger tiles. float32 parameters have 256 threads,
-// because 128 took 8 % longer with 8-bit states on an H200.
+// Shape of the fast path. Its small blocks of 128 threads prefetch, which keeps memory busy while
+// other blocks compute. Formats with fewer bytes per element have larger tiles. float32 parameters
+// have 256 threads, because 128 took 8 % longer with 8-bit states on an H200.
 template <template <typename> class Functor, typename Streams>
 struct FastShape : Shape<fast_threads<Streams>(), Streams::NumberFormats::kHasCodes ? 8192 : 4096,
                          fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
@@ -330,8 +331,8 @@ struct StepArguments {
 };
 
 // Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
-// general code updates, one by one, the elements of packs with unusual numbers and the up to 31
-// elements that remain after a multiple of 32.
+// general code then updates single elements: those of packs with unusual numbers, and up to 31
+// elements after the last multiple of 32.
 template <typename Functor, typename Shape, typename Streams, typename Constants>
 __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
                                                     const Constants& constants, uint32_t place_bits,
@@ -359,7 +360,7 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
     }
   }
   if constexpr (Path::kDivides) {
-    // Retry with exact division, which also handles subnormal updates, such as of pruned weights.
+    // Retry with exact division, because updates of pruned weights, for example, are subnormal.
 #pragma unroll 1
     for (int32_t i = first; left != 0 && i < whole; i += kStride) {
       if ((left >> i / kStride & 1) == 0) continue;
@@ -386,8 +387,8 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // RatioCode::kPlaceBits, which the compiler must not know. It would put the number into
-  // instructions with room for one constant only, which is needed for another one.
+  // RatioCode::kPlaceBits, as a variable that hides the value from the compiler. Otherwise its
+  // value would take the only room for a constant in instructions that need another constant.
   uint32_t place_bits;
   bool skip;
 };
@@ -426,8 +427,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // (The compiler would combine atomicAdd over the warp and wait for it here. atomicInc is not
-    // waited for until its result is needed, after the update.)
+    // An atomicInc is only waited for when its result is needed, after the update. An atomicAdd
+    // would be waited for here, because the compiler would combine it over the warp.
     blocks_before = count_block(arguments.block_counter);
   }
 
@@ -464,9 +465,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
-// Steps the tensors that have these number formats: with kFast those that the fast path supports,
-// else those not launched yet. Returns an error code. Adds the number of tensors with these formats
-// to `had`, and the number of stepped ones to `launched`.
+// Steps tensors that have these number formats. With kFast, steps those that the fast path
+// supports; otherwise steps those that are not launched yet. Returns an error code. Adds the number
+// of tensors with these formats to `had`, and the number of stepped tensors to `launched`.
 template <typename Functor, typename Streams, typename Shape, bool kFast>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched, int64_t& had) {
@@ -476,7 +477,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
   Arguments arguments;
   int64_t in_table[decltype(arguments.table)::kCapacity];  // index of each tensor in all_args
-  int32_t tile_size = 0;                                   // 0 until a tensor is to be stepped
+  int32_t tile_size = 0;                                   // 0 until a tensor to step is found
   const auto clear = [&] {
     arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;
@@ -511,7 +512,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       continue;
     }
     if (tile_size == 0) {
-      int64_t elements = 0;  // also of tensors with other formats, which are rare
+      int64_t elements = 0;  // includes tensors with other formats, which are rare
       for (int64_t k = i; k < launch_of_all.count; ++k) elements += launch_of_all.all_args[k].numel;
       tile_size = Shape::tile_size_of(elements);
       clear();
@@ -568,7 +569,7 @@ int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t*
   return error;
 }
 
-// Steps the tensors that have one of these combinations, and adds their number to `launched`.
+// Steps the tensors that have one of these combinations, and counts them in `launched`.
 template <typename All>
 int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
              int64_t& launched) {

@@ -1,4 +1,4 @@
-// The step kernels of float32 parameters. The kernels have several sources, for parallel builds.
+// The step kernels of float32 parameters. For parallel builds, step kernels are in several sources.
 #include "cuda/step.cuh"
 
 namespace amp_ext::cuda {

@@ -20,7 +20,7 @@ struct Shape {
 
   // Returns the number of elements per block in a launch of `elements` in total. Smaller tiles keep
   // more of a large GPU (132 multiprocessors) busy if there is less than one tile for each block
-  // that it runs at once.
+  // that the GPU runs at once.
   static constexpr int32_t tile_size_of(int64_t elements) {
     return elements < int64_t{132} * kBlocks * kTileSize ? kElementsOfSmallTile : kTileSize;
   }
@@ -98,7 +98,7 @@ struct TensorTable {
     return (numel[tensor] + tile_size - 1) / tile_size;
   }
 
-  // Return the range [begin, end) of elements in its tensor that a tile covers.
+  // Return the begin and the end of a tile, as element indices in the tensor of the tile.
   __device__ int64_t begin_of(int32_t tile, int tensor) const {
     return static_cast<int64_t>(tile - first_tile[tensor]) * tile_size;
   }
@@ -106,7 +106,7 @@ struct TensorTable {
     return min(begin + tile_size, numel[tensor]);
   }
 
-  // Returns the tensor to which a tile belongs: the last one that starts at or before this tile.
+  // Returns the tensor to which a tile belongs: the last tensor that starts at or before this tile.
   __device__ int tensor_of(int32_t tile) const {
     int low = 0;
     int high = count;
@@ -145,10 +145,10 @@ __device__ __forceinline__ bool is_at_boundary(const Storage* first) {
   return reinterpret_cast<uintptr_t>(first) % 16 == 0;
 }
 
-// Walks [begin, end) with all threads of a block: single elements up to `aligned`, then packs, then
-// the single elements left over. visit(index, count, packs) receives the elements per pack and the
-// number of packs as integral constants; the packs of a call are kThreads packs apart. Loops are
-// not unrolled, because loops over single elements would then be most of a kernel.
+// Visits [begin, end) with all threads of a block: single elements up to `aligned`, then packs,
+// then the remaining single elements. visit(index, count, packs) receives the number of elements
+// per pack and the number of packs as integral constants. The packs of a call are kThreads packs
+// apart. Loops are not unrolled, because loops over single elements would then be most of a kernel.
 template <typename Shape, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, int64_t end,
                                               const Visit& visit) {
@@ -185,8 +185,8 @@ __device__ __forceinline__ void store(T value, T& stored) {
 __device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
-// Counts this block as one that has read everything that other blocks may write. Returns how many
-// blocks were counted before: if these are all others, this block may write.
+// Counts this block as finished with reading memory that the last block overwrites. Returns how
+// many blocks were counted before. The last block gets the number of all other blocks.
 __device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
   __threadfence();
   return atomicInc(block_counter, gridDim.x - 1);

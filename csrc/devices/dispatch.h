@@ -19,7 +19,7 @@ namespace amp_ext {
 // optimizers on two streams never share it.
 class StepScratch {
  public:
-  // Allocates the memory for this device, so that a launch allocates none.
+  // Allocates the memory for `device` in advance, so that launches do not allocate.
   void make_room(const at::Device& device);
 
   // Returns a counter on `device`, which is zero between launches.
@@ -29,8 +29,8 @@ class StepScratch {
   std::unordered_map<at::Device, at::Tensor> counters_;
 };
 
-// True if the CUDA engine works on the memory of this device; the host then never reads it. In the
-// test build that emulates CUDA (AMP_EXT_CUDA_EMULATOR), the CUDA engine works on CPU tensors.
+// True if the CUDA engine works on the memory of this device, so that the host must not read it. In
+// the test build that emulates CUDA (AMP_EXT_CUDA_EMULATOR), the CUDA engine works on CPU tensors.
 bool uses_cuda_engine(const at::Device& device);
 
 // Throws unless an engine for this device was built and its driver can run it.
@@ -52,8 +52,8 @@ class DeviceEngine {
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-  // be null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN.
-  // is_launched[all_args.size()] is set as in `step`.
+  // be null) report inf and NaN as in a scan, and found_inf also reports a factor that is inf or
+  // NaN. is_launched[all_args.size()] is set as in `step`.
   virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                         bool* is_launched) const = 0;
@@ -67,7 +67,7 @@ class DeviceEngine {
                                      int64_t* /*wrong*/) const {}
   virtual void average(const at::Device& device, const AverageLaunch& launch,
                        StepScratch& scratch) const = 0;
-  // Updates the loss scale. It backs off if any flag is not 0; there may be any number of flags.
+  // Updates the loss scale, which backs off if any flag is not 0. Takes any number of flags.
   virtual void update_scale(const at::Device& device, const ScaleUpdate& update,
                             const std::vector<OverflowFlag>& flags) const = 0;
 };
