@@ -414,19 +414,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._warn_of_hooks()
             if not amp_context.scan.found_infs:
                 self._check_no_grads()
-            elif (
-                has_hooks
-                and isinstance(found_inf, Tensor)
-                and not plan.sharded_over
-                and plan.ranks_of_guard() is None
-            ):
+            elif has_hooks and isinstance(found_inf, Tensor) and not plan.norm_spans_ranks():
                 # A hook may have written gradients through ``.data``, which changes no version
                 # counter, so scan them again.
                 amp_context.scan = self._scan(found_inf, grad_scale)
                 if amp_context.scan.found_infs:
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
-        if sums[0] is None and plan.ranks_of_guard() is not None:
+        if plan.guard_lacks_sum(sums[0]):
             # All ranks must make this call, even if only some of them inspect the step.
             sums = self._sums_over_ranks(grad_scale)
         inspection = None

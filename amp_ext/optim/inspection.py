@@ -216,7 +216,7 @@ def inspect_step(
         found_inf = None
     arguments = grad_scale, found_inf
     inspect, found = plan.compiled.inspect, None
-    if sum_of_squares is not None or plan.ranks_of_guard() is None:
+    if not plan.guard_lacks_sum(sum_of_squares):
         found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
     if not found:  # the step needs a norm over all ranks, which was not passed
         sum_of_squares = optimizer._scan_without_recording(None).sum_of_squares

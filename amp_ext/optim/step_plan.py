@@ -122,6 +122,21 @@ class StepPlan:
         """Returns the process group over which the guard sums the squares, or None."""
         return None if self.norm_guard is None else self.norm_guard.ranks()
 
+    def norm_spans_ranks(self) -> bool:
+        """Returns True if no rank alone knows the norm that a step uses."""
+        return bool(self.sharded_over) or self.ranks_of_guard() is not None
+
+    def guard_lacks_sum(self, sum_of_squares: Tensor | None) -> bool:
+        """Returns True if the ranks of the guard must add up their squares before a step.
+
+        The compiled plan, which decides about all other norms, does not know process groups.
+
+        Args:
+            sum_of_squares: One float64, the sum over the ranks if it is known, or None.
+        """
+        guard = self.norm_guard
+        return sum_of_squares is None and guard is not None and guard.ranks() is not None
+
     def over_all_ranks(
         self, optimizer: Any, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> GradScan:
@@ -153,7 +168,8 @@ class StepPlan:
             for _, _, _, total, _ in found:
                 sum_of_squares = sum_of_squares + to_device(total, device)
         else:
-            sums_squares = self.compiled.wants_norm(optimizer.param_groups[0]["max_grad_norm"])
+            max_grad_norm = optimizer.param_groups[0]["max_grad_norm"]
+            sums_squares, wants_each = self.compiled.wants_norms(max_grad_norm)
             flags, sum_of_squares, squares_of_params = self.sharded_over.all_reduce(
                 torch.zeros((), device=device) if found_inf is None else found_inf,
                 [flag for flag, *_ in found],
@@ -164,7 +180,7 @@ class StepPlan:
                     for _, _, partition, _, squares in found
                     if squares is not None
                 ],
-                params=len(self.params) if self.compiled.tracks_grad_norms else 0,
+                params=len(self.params) if wants_each else 0,
             )
             if not sums_squares:
                 sum_of_squares = None

@@ -12,6 +12,42 @@
 
 namespace amp_ext {
 
+StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
+                        const KnownSums& scanned, bool is_partitioned) {
+  const auto source = [&](bool is_wanted, bool KnownSums::* sum) {
+    if (!is_wanted) return NormSource::kNone;
+    if (given.*sum) return NormSource::kGiven;
+    if (is_partitioned) return NormSource::kAllRanks;
+    return scanned.*sum ? NormSource::kLastScan : NormSource::kNewScan;
+  };
+  const bool reads_total = settings.max_grad_norm.has_value() || settings.is_guarded;
+  return {reads_total, source(reads_total || settings.tracks_grad_norms, &KnownSums::total),
+          source(settings.tracks_grad_norms, &KnownSums::each)};
+}
+
+at::Tensor sum_of_squares_on(const at::Device& device, const GradientOptions& options,
+                             const std::vector<GradScan>& scans) {
+  if (options.sum_of_squares.has_value()) {
+    return to_device(*options.sum_of_squares, device).to(at::kDouble);
+  }
+  at::Tensor sum;
+  for (const GradScan& scan : scans) {
+    const at::Tensor here = to_device(scan.result.sum_of_squares, device);
+    sum = sum.defined() ? sum.add(here) : here;
+  }
+  return sum;
+}
+
+StepNorms Plan::norms(const std::optional<double>& max_grad_norm, const KnownSums& given) const {
+  KnownSums scanned{};
+  if (!scans_.empty()) {
+    const GradScanResult& last = scans_.front().result;
+    scanned = {last.sum_of_squares.defined(), last.squares_of_params.defined()};
+  }
+  return norms_of_step({max_grad_norm, is_guarded(), tracks_grad_norms_}, given, scanned,
+                       is_partitioned_);
+}
+
 std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
                                        const optim::ClippingOptions& options) {
@@ -38,9 +74,9 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
   return first_nonfinites_.back();
 }
 
-std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
-                                             const OptionalTensor& grad_scale,
-                                             const optim::ClippingOptions& options) {
+std::vector<GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
+                                       const OptionalTensor& grad_scale,
+                                       const optim::ClippingOptions& options) {
   check_scalar(checks_.operation, "found_inf", found_inf);
   check_scalar(checks_.operation, "grad_scale", grad_scale);
   std::vector<GradScan> scans;
@@ -80,9 +116,9 @@ std::vector<Plan::GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
   return scans;
 }
 
-Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
-                              const OptionalTensor& found_inf,
-                              const optim::ClippingOptions& options) const {
+GradScan& Plan::scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
+                        const OptionalTensor& found_inf,
+                        const optim::ClippingOptions& options) const {
   const at::Device device = slot.grad().device();
   for (GradScan& scan : scans) {
     const GradScanResult& result = scan.result;
@@ -96,17 +132,13 @@ Plan::GradScan& Plan::scan_of(std::vector<GradScan>& scans, const ParamSlot& slo
                               ? found_inf->to(device, at::kFloat,
                                               /*non_blocking=*/!device.is_cpu(), /*copy=*/true)
                               : at::zeros({}, float32);
-  if (wants_norm(options.max_grad_norm)) scan.result.sum_of_squares = at::zeros({}, float64);
-  if (tracks_grad_norms_) {
+  const StepNorms norms = this->norms(options.max_grad_norm);
+  if (norms.wants_total()) scan.result.sum_of_squares = at::zeros({}, float64);
+  if (norms.wants_each()) {
     scan.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
   }
   scan.all_args.reserve(slots_.size());
   return scans.emplace_back(std::move(scan));
-}
-
-bool Plan::is_partitioned() const {
-  return std::any_of(slots_.begin(), slots_.end(),
-                     [](const ParamSlot& slot) { return slot.partition != 0; });
 }
 
 bool Plan::gradients_are_as_seen() const {
@@ -121,35 +153,29 @@ bool Plan::gradients_were_written() const {
   });
 }
 
-// Returns the scans that a step uses: new ones if needs_scan(), otherwise the results of scan(),
-// unless a gradient has changed since. Sets `is_new` to whether the scans are new.
-std::vector<Plan::GradScan> Plan::scans_for_step(const GradientOptions& options,
-                                                 bool has_squares_of_params, bool& is_new) {
-  const bool is_out_of_date = !scans_.empty() && !gradients_are_as_seen();
-  is_new = needs_scan(options, has_squares_of_params, is_out_of_date);
-  std::vector<GradScan> scans;
-  std::swap(scans, scans_);
-  if (is_out_of_date) scans.clear();
-  if (!is_new) return scans;
-  return scan_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite});
-}
-
-// Returns true if a step must scan the gradients itself. Columns: what the step needs; a norm is
-// "given" if the caller passed its sum of squares. Rows: what the last scan() left.
+// Returns the scans that a step uses: those of scan(), or new ones if it lacks sums, or if it uses
+// what scan() found and a gradient has changed since. Sets `is_new` to whether they are new.
+// Columns: what the step needs; a norm is "given" if the caller passed its sum of squares. Rows:
+// what the last scan() left.
 //
 //   last scan()               nothing   found_inf   norm, given   norm, not given
 //   none                      no        no          no            yes
 //   without sums of squares   no        no          no            yes
 //   with sums of squares      no        no          no            no
 //   a gradient changed since  no        yes         yes           yes
-bool Plan::needs_scan(const GradientOptions& options, bool has_squares_of_params,
-                      bool is_out_of_date) const {
-  const bool asks_norm = wants_norm(options.max_grad_norm);
-  if (is_out_of_date) return asks_norm || options.found_inf.has_value();
-  const GradScanResult last = scans_.empty() ? GradScanResult() : scans_.front().result;
-  const bool has_sum = options.sum_of_squares.has_value() || last.sum_of_squares.defined();
-  const bool has_each = has_squares_of_params || last.squares_of_params.defined();
-  return (asks_norm && !has_sum) || (tracks_grad_norms_ && !has_each);
+std::vector<GradScan> Plan::scans_for_step(const GradientOptions& options,
+                                           bool has_squares_of_params, bool& is_new) {
+  const StepNorms norms = this->norms(options.max_grad_norm,
+                                      {options.sum_of_squares.has_value(), has_squares_of_params});
+  const bool is_out_of_date = !scans_.empty() && !gradients_are_as_seen();
+  is_new = is_out_of_date
+               ? norms.wants_total() || options.found_inf.has_value()
+               : norms.comes_from(NormSource::kNewScan) || norms.comes_from(NormSource::kAllRanks);
+  std::vector<GradScan> scans;
+  std::swap(scans, scans_);
+  if (is_out_of_date) scans.clear();
+  if (!is_new) return scans;
+  return scan_grads({}, {}, {options.max_grad_norm, options.skip_nonfinite});
 }
 
 }  // namespace amp_ext

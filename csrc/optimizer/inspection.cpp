@@ -204,8 +204,8 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
     options.found_inf =
         to_device(*options.found_inf, device) + to_device(scan.result.found_inf, device);
   }
-  if (reads_norm(options.max_grad_norm) && !options.sum_of_squares.has_value() && !scans.empty()) {
-    options.sum_of_squares = sum_over_scans(scans, device);
+  if (norms(options.max_grad_norm).reads_total && !scans.empty()) {
+    options.sum_of_squares = sum_of_squares_on(device, options, scans);
   }
   InspectedStep found;
   found.sums = at::full({number_of_params(), kInspectedSums}, std::nan(""),

@@ -96,6 +96,7 @@ void Plan::drop_slots() {
   must_forget_ = false;
   specs_.clear();
   slots_.clear();
+  is_partitioned_ = false;
   scans_.clear();
   written_storages_.clear();
   first_nonfinites_.clear();
@@ -112,10 +113,11 @@ void Plan::register_params(std::vector<optim::StateSpec> specs, const std::vecto
   if (most != specs.end()) checks_.buffer_names = most->names();
   specs_ = std::move(specs);
   slots_.reserve(params.size());
-  has_shards_ = false;
+  has_shards_ = is_partitioned_ = false;
   for (const Param& param : params) {
     add_slot(param);
     has_shards_ |= param.partition.has_value();
+    is_partitioned_ |= param.partition.value_or(0) != 0;
   }
 }
 
@@ -242,8 +244,9 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   if (checks_.naming == Naming::kGroups) take_norms(options);
   check_with_states(table, options, store);
   if (checks_.naming == Naming::kGroups) {
-    has_grad_norm_ = wants_norm(options.max_grad_norm);
-    has_grad_norms_ = tracks_grad_norms_ && !slots_.empty();
+    const StepNorms norms = this->norms(options.max_grad_norm);
+    has_grad_norm_ = norms.wants_total();
+    has_grad_norms_ = norms.wants_each() && !slots_.empty();
   }
   bool freshly_scanned = false;
   const std::vector<GradScan> scans =
@@ -381,12 +384,8 @@ Plan::DeviceInputs Plan::inputs_on(const at::Device& device, const GradientOptio
       inputs.found_inf = inputs.found_inf.add(to_device(scan.result.found_inf, device));
     }
   }
-  const bool reads_norm = this->reads_norm(options.max_grad_norm);
-  if (reads_norm && options.sum_of_squares.has_value()) {
-    inputs.sum_of_squares = to_device(*options.sum_of_squares, device).to(at::kDouble);
-  } else if (reads_norm) {
-    inputs.sum_of_squares = sum_over_scans(scans, device);
-  }
+  const bool reads_norm = norms(options.max_grad_norm).reads_total;
+  if (reads_norm) inputs.sum_of_squares = sum_of_squares_on(device, options, scans);
   inputs.pointers = {
       float_data(inputs.grad_scale), float_data(inputs.found_inf),
       inputs.sum_of_squares.defined() ? inputs.sum_of_squares.const_data_ptr<double>() : nullptr,

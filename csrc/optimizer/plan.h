@@ -23,6 +23,7 @@
 #include "devices/dispatch.h"
 #include "kernels.h"
 #include "launches.h"
+#include "optimizer/grad_scan.h"
 #include "optimizer/group_table.h"
 #include "optimizer/inspection.h"
 #include "optimizer/norm_statistics.h"
@@ -33,17 +34,6 @@
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
-
-// Result of a scan of the gradients of one partition on one device.
-struct GradScanResult {
-  at::Tensor found_inf;        // one float32; not 0 if a gradient contains inf or NaN
-  at::Tensor first_nonfinite;  // one int64, index of the first such gradient, or kNoTensor
-  at::Tensor sum_of_squares;   // one float64; undefined if no norm is needed
-  // Sum of squares of each gradient, [params] float64; NaN for parameters whose gradients this scan
-  // did not read. Undefined unless norms of single gradients are tracked.
-  at::Tensor squares_of_params;
-  int64_t partition = 0;
-};
 
 // Creates the states of an optimizer's parameters, and stores them in the optimizer's containers.
 class AMP_EXT_API StateStore {
@@ -110,14 +100,8 @@ class AMP_EXT_API Plan {
   void set_tracks_grad_norms(bool tracks);
   bool tracks_grad_norms() const { return tracks_grad_norms_; }
 
-  // True if what a step does depends on the norm of all gradients: for clipping or for the guard.
-  bool reads_norm(const std::optional<double>& max_grad_norm) const {
-    return max_grad_norm.has_value() || is_guarded();
-  }
-  // True if a scan must sum squares, because the step depends on norms or reports them.
-  bool wants_norm(const std::optional<double>& max_grad_norm) const {
-    return reads_norm(max_grad_norm) || tracks_grad_norms_;
-  }
+  // Returns which norms a step wants and where their sums come from, if the caller gives these.
+  StepNorms norms(const std::optional<double>& max_grad_norm, const KnownSums& given = {}) const;
 
   // Drops parameters and states; during an operation, when it ends. What the plan needs to
   // recognize unchanged parameters and scaled gradients is kept for the next register_params().
@@ -141,7 +125,7 @@ class AMP_EXT_API Plan {
   }
   bool has_shards() const { return has_shards_; }
   // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
-  bool is_partitioned() const;
+  bool is_partitioned() const { return is_partitioned_; }
 
   // Set the present tensor of a parameter and its gradient (`grad`, or the .grad of `param`) for
   // the current operation; the caller keeps `param` alive. The overload without `grad` returns
@@ -256,12 +240,6 @@ class AMP_EXT_API Plan {
     std::string text() const;
   };
 
-  // A scan of the gradients of one device and partition.
-  struct GradScan {
-    GradScanResult result;
-    std::vector<KernelTensorArgs> all_args;
-  };
-
   // Inputs of a step on one device. The tensors own the memory that `pointers` refers to.
   struct DeviceInputs {
     at::Tensor grad_scale;
@@ -301,7 +279,6 @@ class AMP_EXT_API Plan {
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options);
-  static at::Tensor sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device);
   at::Tensor take_step_applied(const std::vector<Batch>& batches);
   void write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                    const at::Tensor& squares_of_params, bool is_written);
@@ -311,8 +288,6 @@ class AMP_EXT_API Plan {
   void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<GradScan> scans_for_step(const GradientOptions& options, bool has_squares_of_params,
                                        bool& is_new);
-  bool needs_scan(const GradientOptions& options, bool has_squares_of_params,
-                  bool is_out_of_date) const;
   std::vector<Batch> batches();
   DeviceInputs inputs_on(const at::Device& device, const GradientOptions& options,
                          const std::vector<GradScan>& scans, bool freshly_scanned) const;
@@ -367,6 +342,7 @@ class AMP_EXT_API Plan {
   std::vector<optim::StateSpec> specs_;  // [groups], as registered
   std::vector<ParamSlot> slots_;
   bool has_shards_ = false;
+  bool is_partitioned_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
   std::vector<GradScan> scans_;                       // results of scan(), for the next step

@@ -23,16 +23,6 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 
 }  // namespace
 
-// Returns the sum of squares over all scans, on `device`; undefined if there are no scans.
-at::Tensor Plan::sum_over_scans(const std::vector<GradScan>& scans, const at::Device& device) {
-  at::Tensor sum;
-  for (const GradScan& scan : scans) {
-    const at::Tensor here = to_device(scan.result.sum_of_squares, device);
-    sum = sum.defined() ? sum.add(here) : here;
-  }
-  return sum;
-}
-
 // Allocates grad_norm_ and grad_norms_ if this step sets them. Existing tensors are reused, because
 // a captured CUDA graph may write to them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
@@ -44,10 +34,10 @@ void Plan::take_norms(GradientOptions& options) {
     are_of_last_step = false;
     norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
   };
-  const bool wants_norm = this->wants_norm(options.max_grad_norm);
-  if (wants_norm) allocate(grad_norm_, has_grad_norm_, {});
-  if (tracks_grad_norms_) allocate(grad_norms_, has_grad_norms_, {number_of_params()});
-  if (wants_norm && grad_norm_.defined()) options.grad_norm = grad_norm_;
+  const StepNorms norms = this->norms(options.max_grad_norm);
+  if (norms.wants_total()) allocate(grad_norm_, has_grad_norm_, {});
+  if (norms.wants_each()) allocate(grad_norms_, has_grad_norms_, {number_of_params()});
+  if (norms.wants_total() && grad_norm_.defined()) options.grad_norm = grad_norm_;
   if (is_guarded() && counts_norms_ && !slots_.empty())
     guard_->move_to(slots_.front().param().device());
 }
@@ -74,10 +64,9 @@ at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
 // unless a batch on its device computes it (`is_written`).
 void Plan::write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
                        const at::Tensor& squares_of_params, bool is_written) {
-  if (wants_norm(options.max_grad_norm) && options.grad_norm.has_value() && !is_written) {
-    const at::Tensor sum = options.sum_of_squares.has_value()
-                               ? *options.sum_of_squares
-                               : sum_over_scans(scans, options.grad_norm->device());
+  const bool wants_norm = norms(options.max_grad_norm).wants_total();
+  if (wants_norm && options.grad_norm.has_value() && !is_written) {
+    const at::Tensor sum = sum_of_squares_on(options.grad_norm->device(), options, scans);
     if (sum.defined()) {
       options.grad_norm->copy_(norm_of(sum, options.grad_scale), /*non_blocking=*/true);
     } else {

@@ -309,10 +309,9 @@ std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return std::nullopt;
   Plan& plan = mine.plan;
-  const optim::ClippingOptions& shared = operation.groups->shared;
-  const bool lacks_sum = (plan.wants_norm(shared.max_grad_norm) && !sum_of_squares.has_value()) ||
-                         (plan.tracks_grad_norms() && !squares_of_params.has_value());
-  if (lacks_sum && plan.is_partitioned()) return false;
+  const StepNorms norms = plan.norms(operation.groups->shared.max_grad_norm,
+                                     {sum_of_squares.has_value(), squares_of_params.has_value()});
+  if (norms.comes_from(NormSource::kAllRanks)) return false;
   GradientOptions options =
       operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   warn_of_uncounted_write(plan, optimizer);
@@ -347,9 +346,9 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return std::nullopt;
   if (!is_in_step) mine.plan.check_is_before_step();
-  const optim::ClippingOptions& shared = operation.groups->shared;
-  const bool lacks_sum = mine.plan.reads_norm(shared.max_grad_norm) && !sum_of_squares.has_value();
-  if (lacks_sum && mine.plan.is_partitioned()) return false;
+  const StepNorms norms =
+      mine.plan.norms(operation.groups->shared.max_grad_norm, {sum_of_squares.has_value(), false});
+  if (norms.reads_total && norms.total == NormSource::kAllRanks) return false;
   GradientOptions options =
       operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   StatesOfTrial store(operation, step_plan, py::none());
@@ -451,9 +450,10 @@ void define_plan(py::module_& module) {
           [](const PlanOfPython& self) { return self.plan.tracks_grad_norms(); },
           [](PlanOfPython& self, bool tracks) { self.plan.set_tracks_grad_norms(tracks); })
       .def(
-          "wants_norm",
+          "wants_norms",
           [](const PlanOfPython& self, std::optional<double> max_grad_norm) {
-            return self.plan.wants_norm(max_grad_norm);
+            const StepNorms norms = self.plan.norms(max_grad_norm);
+            return py::make_tuple(norms.wants_total(), norms.wants_each());
           },
           py::arg("max_grad_norm"))
       .def("register_params", &register_params, py::arg("optimizer"), py::arg("operation"),

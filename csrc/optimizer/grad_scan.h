@@ -1,0 +1,76 @@
+// Scans of the gradients, and the norms that a step takes from them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/options.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "launches.h"
+
+namespace amp_ext {
+
+// Result of a scan of the gradients of one partition on one device.
+struct GradScanResult {
+  at::Tensor found_inf;        // one float32; not 0 if a gradient contains inf or NaN
+  at::Tensor first_nonfinite;  // one int64, index of the first such gradient, or kNoTensor
+  at::Tensor sum_of_squares;   // one float64; undefined if no norm is needed
+  // Sum of squares of each gradient, [params] float64; NaN for parameters whose gradients this scan
+  // did not read. Undefined unless norms of single gradients are tracked.
+  at::Tensor squares_of_params;
+  int64_t partition = 0;
+};
+
+// A scan of the gradients of one device and partition.
+struct GradScan {
+  GradScanResult result;
+  std::vector<KernelTensorArgs> all_args;
+};
+
+// The source of the sums of squares from which a step computes a norm.
+enum class NormSource {
+  kNone,      // the norm is not wanted
+  kGiven,     // the caller has them from a scaler, or has added them up over the ranks
+  kLastScan,  // the last scan of the gradients
+  kNewScan,   // a scan by the step itself
+  kAllRanks,  // the caller must add them up over the ranks first, because parameters are sharded
+};
+
+// The settings of an optimizer that decide which norms a step wants.
+struct NormSettings {
+  std::optional<double> max_grad_norm;
+  bool is_guarded;         // a guard judges the norm of all gradients
+  bool tracks_grad_norms;  // every step reports the norm of each gradient
+};
+
+// The sums of squares that exist before a step: of all gradients, and of each one.
+struct KnownSums {
+  bool total;
+  bool each;
+};
+
+// The norms that a step wants.
+struct StepNorms {
+  bool reads_total;  // the step clips by the norm of all gradients, or a guard judges it
+  NormSource total;  // the norm of all gradients, which the step reads or only reports
+  NormSource each;   // the norm of each gradient, which the step reports
+
+  bool wants_total() const { return total != NormSource::kNone; }
+  bool wants_each() const { return each != NormSource::kNone; }
+  bool comes_from(NormSource source) const { return total == source || each == source; }
+};
+
+// Decides which norms a step wants and where their sums come from, for every caller. The arguments
+// are the sums that the caller gives, those of the last scan, and whether parameters are sharded
+// such that no rank has all gradients.
+StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
+                        const KnownSums& scanned, bool is_partitioned);
+
+// Returns the sum of squares of all gradients on a device, in float64: the one in the options, or
+// the sum over the scans; undefined if there is neither.
+at::Tensor sum_of_squares_on(const at::Device& device, const GradientOptions& options,
+                             const std::vector<GradScan>& scans);
+
+}  // namespace amp_ext
