@@ -40,19 +40,19 @@ struct FusedOptimizer::Operation {
 
   // Passes all parameters to the plan. Returns false if they must be registered again.
   bool take_params() {
-    if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.is_for(specs))
+    if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.params().is_for(specs))
       return false;
     int64_t number = 0, group_index = 0;
     for (const auto& group : optimizer.param_groups_) {
       for (const at::Tensor& param : group.params()) {
         const void* const object = param.defined() ? param.unsafeGetTensorImpl() : nullptr;
-        if (!plan.is_param(number, group_index, object)) return false;
-        if (!plan.take_param(number, param)) return false;
+        if (!plan.params().is_param(number, group_index, object)) return false;
+        if (!plan.params().take_param(number, param)) return false;
         ++number;
       }
       ++group_index;
     }
-    return number == plan.number_of_params();
+    return number == plan.params().number_of_params();
   }
 
   GradientOptions options(const at::Tensor& grad_scale, const at::Tensor& found_inf) const {
@@ -67,8 +67,8 @@ struct FusedOptimizer::Operation {
   // Returns the existing masters of parameters whose states the plan does not have yet.
   Plan::MastersByParam masters() const {
     Plan::MastersByParam masters;
-    for (const int64_t index : plan.params_without_state()) {
-      const auto [group, index_in_group] = plan.place_of(index);
+    for (const int64_t index : plan.params().params_without_state()) {
+      const auto [group, index_in_group] = plan.params().place_of(index);
       const at::Tensor& param = optimizer.param_groups_[group].params()[index_in_group];
       const FusedParamState* const state = optimizer.state_of(param);
       if (state != nullptr) masters[index] = existing_master(param, masters_in(state->tensors_));
@@ -77,7 +77,7 @@ struct FusedOptimizer::Operation {
   }
 
   void register_params() {
-    std::vector<Plan::Param> registered;
+    std::vector<ParamTable::Param> registered;
     for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
       const auto& params = optimizer.param_groups_[group].params();
       for (size_t i = 0; i < params.size(); ++i) {
@@ -101,7 +101,7 @@ class FusedOptimizer::Store : public StateStore {
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
     params_.clear();  // a trial step calls make() once for each parameter
     for (const int64_t number : indices) {
-      const auto [group, index] = optimizer_.impl_->plan->place_of(number);
+      const auto [group, index] = optimizer_.impl_->plan->params().place_of(number);
       const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
       params_.push_back({param, param, static_cast<size_t>(group), static_cast<size_t>(index)});
     }
@@ -148,12 +148,12 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);
   if (const auto index = operation.plan.find_uncounted_write(); index.has_value()) {
-    const auto [group, index_in_group] = operation.plan.place_of(*index);
+    const auto [group, index_in_group] = operation.plan.params().place_of(*index);
     TORCH_WARN(
         operation.plan.warning_of_write(c10::str("group ", group, ", param ", index_in_group)));
   }
   std::optional<InspectedStep> inspected;
-  if (impl_->inspects_next && operation.plan.has_grads()) {
+  if (impl_->inspects_next && operation.plan.params().has_grads()) {
     Store store(*this, operation.specs);
     inspected = operation.plan.inspect(operation.table, options, store);
   }

@@ -77,7 +77,7 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   if (gradient_options.grad_norm.has_value()) {
     check_number(operation, "grad_norm", *gradient_options.grad_norm, at::kFloat, device);
   }
-  std::vector<Plan::Param> registered;
+  std::vector<ParamTable::Param> registered;
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
@@ -90,7 +90,7 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   }
   Plan plan(operation, names.buffers);
   plan.register_params({}, registered);
-  for (size_t i = 0; i < params.size(); ++i) plan.take_param(i, params[i], lists.grads[i]);
+  for (size_t i = 0; i < params.size(); ++i) plan.params().take_param(i, params[i], lists.grads[i]);
   GroupTable table = GroupTable::of(std::vector<Group<Hyperparameters>>{options});
   StatesInLists store(lists, buffers);
   try {

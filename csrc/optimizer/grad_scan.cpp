@@ -3,7 +3,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -45,7 +44,7 @@ StepNorms Plan::norms(const std::optional<double>& max_grad_norm, const KnownSum
     scanned = {last.sum_of_squares.defined(), last.squares_of_params.defined()};
   }
   return norms_of_step({max_grad_norm, is_guarded(), tracks_grad_norms_}, given, scanned,
-                       is_partitioned_);
+                       params_.is_partitioned());
 }
 
 std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
@@ -60,7 +59,7 @@ std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
     scan.all_args.clear();
     results.push_back(scan.result);
   }
-  if (is_partitioned()) scans_.clear();
+  if (params_.is_partitioned()) scans_.clear();
   return results;
 }
 
@@ -77,19 +76,20 @@ at::Tensor Plan::first_nonfinite_on(const at::Device& device) {
 std::vector<GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
                                        const OptionalTensor& grad_scale,
                                        const optim::ClippingOptions& options) {
-  check_scalar(checks_.operation, "found_inf", found_inf);
-  check_scalar(checks_.operation, "grad_scale", grad_scale);
+  check_scalar(params_.operation(), "found_inf", found_inf);
+  check_scalar(params_.operation(), "grad_scale", grad_scale);
+  std::vector<ParamSlot>& slots = params_.slots();
   std::vector<GradScan> scans;
-  for (size_t index = 0; index < slots_.size(); ++index) {
-    if (index + kTensorsAhead < slots_.size()) slots_[index + kTensorsAhead].prefetch_grad();
-    if (index + kStoragesAhead < slots_.size())
-      slots_[index + kStoragesAhead].prefetch_grad_storage();
-    ParamSlot& slot = slots_[index];
+  for (size_t index = 0; index < slots.size(); ++index) {
+    if (index + kTensorsAhead < slots.size()) slots[index + kTensorsAhead].prefetch_grad();
+    if (index + kStoragesAhead < slots.size())
+      slots[index + kStoragesAhead].prefetch_grad_storage();
+    ParamSlot& slot = slots[index];
     if (!slot.has_grad()) {
       slot.seen_grad.reset();
       continue;
     }
-    checks_.check_grad(slot);
+    params_.checks().check_grad(slot);
     GradScan& scan = scan_of(scans, slot, found_inf, options);
     slot.see_grad();
     const bool is_dense = slot.grad().is_non_overlapping_and_dense();
@@ -112,7 +112,7 @@ std::vector<GradScan> Plan::scan_grads(const OptionalTensor& found_inf,
                                 options.skip_nonfinite, double_data(result.squares_of_params)};
     engine_of(device).scan(device, launch, scratch_);
   }
-  for (ParamSlot& slot : slots_) slot.contiguous_copies.clear();
+  for (ParamSlot& slot : slots) slot.contiguous_copies.clear();
   return scans;
 }
 
@@ -135,22 +135,10 @@ GradScan& Plan::scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
   const StepNorms norms = this->norms(options.max_grad_norm);
   if (norms.wants_total()) scan.result.sum_of_squares = at::zeros({}, float64);
   if (norms.wants_each()) {
-    scan.result.squares_of_params = at::full({number_of_params()}, std::nan(""), float64);
+    scan.result.squares_of_params = at::full({params_.number_of_params()}, std::nan(""), float64);
   }
-  scan.all_args.reserve(slots_.size());
+  scan.all_args.reserve(params_.slots().size());
   return scans.emplace_back(std::move(scan));
-}
-
-bool Plan::gradients_are_as_seen() const {
-  return std::all_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
-    return slot.has_grad() ? slot.grad_is_as_seen() : !slot.seen_grad.has_value();
-  });
-}
-
-bool Plan::gradients_were_written() const {
-  return std::any_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
-    return slot.has_grad() && slot.seen_grad.has_value() && !slot.grad_is_as_seen();
-  });
 }
 
 // Returns the scans that a step uses: those of scan(), or new ones if it lacks sums, or if it uses
@@ -167,7 +155,7 @@ std::vector<GradScan> Plan::scans_for_step(const GradientOptions& options,
                                            bool has_squares_of_params, bool& is_new) {
   const StepNorms norms = this->norms(options.max_grad_norm,
                                       {options.sum_of_squares.has_value(), has_squares_of_params});
-  const bool is_out_of_date = !scans_.empty() && !gradients_are_as_seen();
+  const bool is_out_of_date = !scans_.empty() && !params_.gradients_are_as_seen();
   is_new = is_out_of_date
                ? norms.wants_total() || options.found_inf.has_value()
                : norms.comes_from(NormSource::kNewScan) || norms.comes_from(NormSource::kAllRanks);

@@ -8,7 +8,6 @@
 #include <amp_ext/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <utility>
 
@@ -110,19 +109,17 @@ void measure(const ParamSlot& before, const at::Tensor& weight, const ParamSlot&
                 });
 }
 
-}  // namespace
-
 // Adds up the squares of the buffers of a slot, dequantized if necessary.
-void Plan::measure_moments(const ParamSlot& slot, const at::Tensor& sums) const {
+void measure_moments(const ParamSlotChecks& checks, const ParamSlot& slot, const at::Tensor& sums) {
   optim::Moments moments;
   for (int i = 0; i < slot.number_of_buffers; ++i) {
-    moments[checks_.code_name(slot, i)] = slot.owned[kBuffer0 + i];
+    moments[checks.code_name(slot, i)] = slot.owned[kBuffer0 + i];
     if (slot.format(i) != BufferFormat::kBlockwise8) continue;
-    moments[checks_.buffer_names.at(i) + "_exp"] = slot.owned[kExponents];
+    moments[checks.buffer_names.at(i) + "_exp"] = slot.owned[kExponents];
   }
-  const at::ArrayRef<BufferDescription> buffers(checks_.described, slot.number_of_buffers);
+  const at::ArrayRef<BufferDescription> buffers(checks.described, slot.number_of_buffers);
   for (const auto& [name, moment] : optim::dequantized_moments(moments, buffers)) {
-    const auto& names = checks_.buffer_names;
+    const auto& names = checks.buffer_names;
     const auto place = std::find(names.begin(), names.end(), name) - names.begin();
     for_each_part({moment}, [&, place = place](const std::vector<at::Tensor>& parts) {
       add_squares(sums[kMomentSquares0 + place], parts[0]);
@@ -130,10 +127,12 @@ void Plan::measure_moments(const ParamSlot& slot, const at::Tensor& sums) const 
   }
 }
 
+}  // namespace
+
 // Makes this plan scan and step like `plan`, without changing `plan`.
 void Plan::become_trial_of(const Plan& plan) {
-  checks_ = plan.checks_;
-  slots_ = plan.slots_;
+  params_ = ParamTable(plan.params_.checks());
+  params_.replace_slots(plan.params_.slots());
   scans_ = plan.scans_;
   guard_ = plan.guard_;
   counts_norms_ = false;
@@ -143,7 +142,7 @@ void Plan::become_trial_of(const Plan& plan) {
 std::vector<GradScanResult> Plan::scan_without_recording(
     const OptionalTensor& grad_scale, const optim::ClippingOptions& options) const {
   const OutsideInferenceMode normal;
-  Plan trial(checks_.operation);
+  Plan trial(params_.operation());
   trial.become_trial_of(*this);
   trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks also sum these norms, as in a real scan
   std::vector<GradScanResult> results;
@@ -151,54 +150,27 @@ std::vector<GradScanResult> Plan::scan_without_recording(
   return results;
 }
 
-// Returns the first and the last slot that has a gradient; both null if there is none.
-std::array<const ParamSlot*, 2> Plan::outer_slots_with_grad() const {
-  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
-  const auto first = std::find_if(slots_.begin(), slots_.end(), has_grad);
-  if (first == slots_.end()) return {nullptr, nullptr};
-  return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
-}
-
-// Remembers the first and the last gradient of the step, so that inspect() can refuse gradients
-// that a step has used. One gradient is not enough, because it may be left over from before its
-// parameter was frozen.
-void Plan::remember_step() {
-  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] == nullptr) {
-      stepped_grads_[i].reset();
-    } else {
-      SeenTensor::remember(stepped_grads_[i], slots[i]->grad(), slots[i]->grad_version());
-    }
-  }
-}
-
 void Plan::check_is_before_step() const {
-  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
-  TORCH_CHECK(slots[0] != nullptr, checks_.operation,
+  TORCH_CHECK(params_.has_grads(), params_.operation(),
               ".inspect: there are no gradients to inspect. Call inspect() after backward() and "
               "before step(), or call inspect_next() at any time.");
-  bool are_new = false;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const std::optional<SeenTensor>& stepped = stepped_grads_[i];
-    are_new |= !stepped.has_value() || !stepped->is(slots[i]->grad(), slots[i]->grad_version());
-  }
-  TORCH_CHECK(are_new, checks_.operation,
+  TORCH_CHECK(params_.has_new_grads(), params_.operation(),
               ".inspect: the last step has already used these gradients. Call inspect() after "
               "backward() and before step(), or call inspect_next() at any time.");
 }
 
 InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateStore& store) const {
   const OutsideInferenceMode normal;
-  Plan trial(checks_.operation);
+  Plan trial(params_.operation());
   trial.become_trial_of(*this);
-  trial.checks_.described = table.buffers;
+  trial.params_.describe(table.buffers);
   trial.check_groups(table, options.max_grad_norm);
   trial.check_inputs(options);
   bool freshly_scanned = false;
   const std::vector<GradScan> scans =
       trial.scans_for_step(options, /*has_squares_of_params=*/false, freshly_scanned);
-  const at::Device device = slots_.empty() ? at::Device(at::kCPU) : slots_.front().param().device();
+  const at::Device device =
+      params_.slots().empty() ? at::Device(at::kCPU) : params_.slots().front().param().device();
   for (const GradScan& scan : scans) {
     if (!freshly_scanned || !options.found_inf.has_value()) break;
     options.found_inf =
@@ -208,11 +180,11 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
     options.sum_of_squares = sum_of_squares_on(device, options, scans);
   }
   InspectedStep found;
-  found.sums = at::full({number_of_params(), kInspectedSums}, std::nan(""),
+  found.sums = at::full({params_.number_of_params(), kInspectedSums}, std::nan(""),
                         at::TensorOptions(device).dtype(at::kDouble));
-  for (int64_t i = 0; i < number_of_params(); ++i) {
-    const ParamSlot& slot = slots_[i];
-    const optim::StateSpec& spec = specs_.at(slot.group);
+  for (int64_t i = 0; i < params_.number_of_params(); ++i) {
+    const ParamSlot& slot = params_.slots()[i];
+    const optim::StateSpec& spec = params_.spec_of(slot);
     const std::string master =
         optim::key_of_master(spec.master_weights, slot.param().scalar_type());
     found.params.push_back({slot.group, slot.index_in_group, !master.empty(), spec.names()});
@@ -227,25 +199,24 @@ InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateSto
 // Takes a step with copies of one parameter's tensors, and measures it.
 void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
                     const GradientOptions& options, StateStore& store, const at::Tensor& sums) {
-  slots_ = {slot};
+  params_.replace_slots({slot});
   scans_.clear();
-  if (slot.lacks_state()) set_state(0, std::move(store.make({index}).at(0)));
-  const ParamSlot before = slots_[0];
-  checks_.check_grad(before);
-  checks_.check_tensors(before);
-  slots_[0] = with_copies(before, table.groups[slot.group].common->write_back_grads);
-  memory_is_checked_ = false;
+  if (slot.lacks_state()) params_.set_state(0, std::move(store.make({index}).at(0)));
+  const ParamSlot before = params_.slots()[0];
+  params_.checks().check_grad(before);
+  params_.checks().check_tensors(before);
+  params_.slots()[0] = with_copies(before, table.groups[slot.group].common->write_back_grads);
   at::Tensor weight = decoded(before);
   NoStore nothing;
   step(table, options, nothing);
-  const ParamSlot& after = slots_[0];
+  const ParamSlot& after = params_.slots()[0];
   // A step first replaces a master that is out of date, so the update starts from the new master.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);
-  measure_moments(after, measured);
+  measure_moments(params_.checks(), after, measured);
   sums.copy_(measured, /*non_blocking=*/true);
-  slots_.clear();
+  params_.replace_slots({});
 }
 
 optim::Inspection InspectedStep::read() const {

@@ -7,7 +7,6 @@
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -16,8 +15,6 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "devices/dispatch.h"
@@ -27,11 +24,9 @@
 #include "optimizer/group_table.h"
 #include "optimizer/inspection.h"
 #include "optimizer/norm_statistics.h"
-#include "optimizer/param_slot.h"
-#include "optimizer/param_slot_checks.h"
+#include "optimizer/param_table.h"
 #include "optimizer/states.h"
 #include "optimizer/weight_average.h"
-#include "tensors/tensor_memory.h"
 
 namespace amp_ext {
 
@@ -53,18 +48,6 @@ class AMP_EXT_API StateStore {
 // groups differ from the registered ones, it registers them again. Then it calls scan() or step().
 class AMP_EXT_API Plan {
  public:
-  // A parameter to register.
-  struct Param {
-    int64_t group;
-    int64_t index_in_group;
-    const void* object;  // the identity of the parameter: its Python object or its TensorImpl
-    // Only for a DTensor: the number of its partition, or 0 if it is replicated. Its local shard
-    // must be passed to set_shard().
-    std::optional<int64_t> partition = {};
-    // Index of the shard's first element in the full tensor; dithered rounding depends on it.
-    int64_t global_offset = 0;
-  };
-
   // The lock that a thread holds during an operation of the plan. Its end drops all references to
   // parameters and gradients, so that users can free them or call torch.utils.swap_tensors.
   class AMP_EXT_API Lock {
@@ -107,35 +90,13 @@ class AMP_EXT_API Plan {
   // recognize unchanged parameters and scaled gradients is kept for the next register_params().
   void forget();
 
-  // Replaces all slots by slots of these parameters, without states, and stores the specs of the
-  // groups' states. Call it during an operation.
-  void register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params);
+  // Registers the parameters, as ParamTable does, and forgets all that earlier steps left. Call it
+  // during an operation.
+  void register_params(std::vector<optim::StateSpec> specs,
+                       const std::vector<ParamTable::Param>& params);
 
-  int64_t number_of_params() const { return static_cast<int64_t>(slots_.size()); }
-  // Returns the group of a parameter and its index in the group.
-  std::pair<int64_t, int64_t> place_of(int64_t index) const {
-    return {slots_.at(index).group, slots_.at(index).index_in_group};
-  }
-  // True if the parameters were registered with these specs, one for each group.
-  bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
-  // True if the parameter registered at this index has this group and this identity.
-  bool is_param(int64_t index, int64_t group, const void* object) const {
-    return index < number_of_params() && slots_[index].object == object &&
-           slots_[index].group == group;
-  }
-  bool has_shards() const { return has_shards_; }
-  // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
-  bool is_partitioned() const { return is_partitioned_; }
-
-  // Set the present tensor of a parameter and its gradient (`grad`, or the .grad of `param`) for
-  // the current operation; the caller keeps `param` alive. The overload without `grad` returns
-  // false if a quantized state no longer fits the parameter, which must be registered again.
-  bool take_param(int64_t index, const at::Tensor& param);
-  void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
-
-  // Sets this rank's shard of a DTensor parameter and of its gradient, which may be undefined. Call
-  // it after take_param() in the same operation.
-  void set_shard(int64_t index, at::Tensor param, at::Tensor grad);
+  const ParamTable& params() const { return params_; }
+  ParamTable& params() { return params_; }
 
   // Scans all gradients for inf and NaN, and sums their squares if the next step needs a norm; with
   // `skip_nonfinite`, the squares of finite elements only. Returns one result for each device and
@@ -150,9 +111,6 @@ class AMP_EXT_API Plan {
   // an update of the loss scale. For inspections.
   std::vector<GradScanResult> scan_without_recording(const OptionalTensor& grad_scale,
                                                      const optim::ClippingOptions& options) const;
-
-  // True if a gradient that was read by the last scan has been written or replaced since.
-  bool gradients_were_written() const;
 
   // Updates every parameter that has a gradient, with the hyperparameters of its group; `store`
   // initializes missing states. If found_inf is not 0, nothing is written. If a gradient changed
@@ -178,8 +136,6 @@ class AMP_EXT_API Plan {
   // Returns the warning about such a write to the parameter that is called `param`.
   std::string warning_of_write(const std::string& param) const;
 
-  bool has_grads() const { return outer_slots_with_grad()[0] != nullptr; }
-
   // Throws if there are no gradients, or if the last step already used them.
   void check_is_before_step() const;
 
@@ -192,8 +148,6 @@ class AMP_EXT_API Plan {
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
   // Masters that optimizers store, by the indices of their parameters.
   using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
-  // Returns the indices of 16-bit parameters whose slots have no state yet.
-  std::vector<int64_t> params_without_state() const;
   // Throws if `averaging` is a swap and averages are already swapped in. Called without a Lock.
   void check_before(Averaging averaging) const;
   // Runs an operation of `averages` on this rank's weights; `masters` are those of parameters from
@@ -212,23 +166,10 @@ class AMP_EXT_API Plan {
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
  private:
-  // A parameter as it was when its master was last rounded to it; survives register_params(). If
-  // the parameter is unchanged since, the next step uses the master, even if a user wrote to it.
-  struct RoundedParam {
-    SeenTensor param;
-    Fingerprint fingerprint;
-  };
-
   // The parameter that find_uncounted_write() compares with its master before the next step.
   struct MasterSample {
     size_t slot;             // index of the slot
     int64_t master_version;  // version counter of the master after the last step
-  };
-
-  // A gradient that a step with a loss scale used. It carries the scale until it is written.
-  struct ScaledGrad {
-    SeenTensor grad;
-    const void* data;  // address of its first element
   };
 
   // How far a step has come, in numbers of parameters.
@@ -269,15 +210,8 @@ class AMP_EXT_API Plan {
     std::unique_ptr<bool[]> is_launched;         // [slots], set by the launch
   };
 
-  void add_slot(const Param& param);
-  void set_state(int64_t index, ParamState state);
-  std::vector<AveragedWeight> weights(const MastersByParam& masters) const;
   void swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights);
-  void forget_writes(const SwapEnd& end);
   void drop_slots();
-  void let_go();
-  std::unordered_map<const void*, RoundedParam> rounded_params() const;
-  std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   void take_norms(GradientOptions& options);
   at::Tensor take_step_applied(const std::vector<Batch>& batches);
   void write_norms(const GradientOptions& options, const std::vector<GradScan>& scans,
@@ -285,7 +219,6 @@ class AMP_EXT_API Plan {
   void check_with_states(const GroupTable& table, const GradientOptions& options,
                          StateStore& store);
   void check_inputs(const GradientOptions& options) const;
-  void check_step(const GroupTable& table, const GradientOptions& options);
   std::vector<GradScan> scans_for_step(const GradientOptions& options, bool has_squares_of_params,
                                        bool& is_new);
   std::vector<Batch> batches();
@@ -302,31 +235,17 @@ class AMP_EXT_API Plan {
   GradScan& scan_of(std::vector<GradScan>& scans, const ParamSlot& slot,
                     const OptionalTensor& found_inf, const optim::ClippingOptions& options) const;
   at::Tensor first_nonfinite_on(const at::Device& device);
-  bool gradients_are_as_seen() const;
-  OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_groups(const GroupTable& table, const std::optional<double>& max_grad_norm) const;
-  void check_slot(ParamSlot& slot, const GroupTable& table);
-  void follow_own_memory(const ParamSlot& slot);
-  void check_memory();
-  bool reaches_written_memory(const at::Tensor& grad) const;
-  void remember_masters();
   void choose_sample();
-  void remember_scaled_grads(bool are_as_seen);
-  void remember_step();
-  std::array<const ParamSlot*, 2> outer_slots_with_grad() const;
   void become_trial_of(const Plan& plan);
   void try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
                 const GradientOptions& options, StateStore& store, const at::Tensor& sums);
-  void measure_moments(const ParamSlot& slot, const at::Tensor& sums) const;
 
-  ParamSlotChecks checks_;
+  ParamTable params_;
   std::atomic<std::thread::id> user_{};  // the thread that holds a Lock, or thread::id()
   bool must_forget_ = false;             // whether the slots are dropped when the Lock ends
   bool is_swapped_in_ = false;
   std::string failure_;
-  // Data of the slots that were dropped last, by Param::object; for register_params().
-  std::unordered_map<const void*, RoundedParam> rounded_params_;
-  std::unordered_map<const void*, ScaledGrad> scaled_grads_;
   bool has_grad_norm_ = false;   // whether grad_norm_ is of the last step
   bool has_grad_norms_ = false;  // whether grad_norms_ is of the last step
   at::Tensor grad_norm_;
@@ -338,16 +257,8 @@ class AMP_EXT_API Plan {
   bool counts_norms_ = true;  // whether the guard counts the norms of steps; false for a trial
   bool tracks_step_applied_ = false;
   at::Tensor step_applied_;
-  int64_t steps_ = 0;                    // number of steps so far, applied or skipped
-  std::vector<optim::StateSpec> specs_;  // [groups], as registered
-  std::vector<ParamSlot> slots_;
-  bool has_shards_ = false;
-  bool is_partitioned_ = false;
-  bool memory_is_checked_ = false;
-  std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
-  std::vector<GradScan> scans_;                       // results of scan(), for the next step
-  // The first and the last gradient that the last step used; nullopt if there was none.
-  std::array<std::optional<SeenTensor>, 2> stepped_grads_;
+  int64_t steps_ = 0;                         // number of steps so far, applied or skipped
+  std::vector<GradScan> scans_;               // results of scan(), for the next step
   std::vector<at::Tensor> first_nonfinites_;  // GradScanResult::first_nonfinite of each device
   StepScratch scratch_;
   Progress progress_;  // progress of the current or last step

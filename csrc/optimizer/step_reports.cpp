@@ -27,8 +27,8 @@ at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_
 // a captured CUDA graph may write to them for as long as the plan lives.
 void Plan::take_norms(GradientOptions& options) {
   const auto allocate = [&](at::Tensor& norms, bool& are_of_last_step, at::IntArrayRef sizes) {
-    if (slots_.empty()) return;
-    const at::Device device = slots_.front().param().device();
+    if (params_.slots().empty()) return;
+    const at::Device device = params_.slots().front().param().device();
     if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
     const OutsideInferenceMode normal;
     are_of_last_step = false;
@@ -36,18 +36,20 @@ void Plan::take_norms(GradientOptions& options) {
   };
   const StepNorms norms = this->norms(options.max_grad_norm);
   if (norms.wants_total()) allocate(grad_norm_, has_grad_norm_, {});
-  if (norms.wants_each()) allocate(grad_norms_, has_grad_norms_, {number_of_params()});
+  if (norms.wants_each()) allocate(grad_norms_, has_grad_norms_, {params_.number_of_params()});
   if (norms.wants_total() && grad_norm_.defined()) options.grad_norm = grad_norm_;
-  if (is_guarded() && counts_norms_ && !slots_.empty())
-    guard_->move_to(slots_.front().param().device());
+  if (is_guarded() && counts_norms_ && !params_.slots().empty())
+    guard_->move_to(params_.slots().front().param().device());
 }
 
 // Returns the flag that the step sets to 1 if it is applied: step_applied_, or a temporary tensor
 // on the first batch's device if no batch is on the device of step_applied_. Undefined if the flag
 // is not tracked. step_applied_ is reused, because a captured CUDA graph may write to it.
 at::Tensor Plan::take_step_applied(const std::vector<Batch>& batches) {
-  if (!tracks_step_applied_ || checks_.naming != Naming::kGroups || slots_.empty()) return {};
-  const at::Device device = slots_.front().param().device();
+  if (!tracks_step_applied_ || params_.checks().naming != Naming::kGroups ||
+      params_.slots().empty())
+    return {};
+  const at::Device device = params_.slots().front().param().device();
   const OutsideInferenceMode normal;
   const auto options = at::TensorOptions(device).dtype(at::kFloat);
   if (!step_applied_.defined() || step_applied_.device() != device) {
@@ -90,9 +92,9 @@ void Plan::write_norms(const GradientOptions& options, const std::vector<GradSca
 // Chooses the next parameter to compare with its master: one per step, so that steps stay cheap.
 void Plan::choose_sample() {
   sample_.reset();
-  if (!finds_writes_ || slots_.empty()) return;
-  const size_t index = static_cast<size_t>(steps_) % slots_.size();
-  const ParamSlot& slot = slots_[index];
+  if (!finds_writes_ || params_.slots().empty()) return;
+  const size_t index = static_cast<size_t>(steps_) % params_.slots().size();
+  const ParamSlot& slot = params_.slots()[index];
   const bool is_comparable = slot.args_are_current && slot.args.master == Master::kFloat32 &&
                              slot.args.numel > 0 && slot.param().is_cpu();
   if (is_comparable) sample_ = {index, version_of(slot.master_param())};
@@ -100,7 +102,7 @@ void Plan::choose_sample() {
 
 std::optional<int64_t> Plan::find_uncounted_write() {
   if (!sample_.has_value() || !finds_writes_) return {};
-  const ParamSlot& slot = slots_[sample_->slot];
+  const ParamSlot& slot = params_.slots()[sample_->slot];
   const bool is_as_the_step_left_it =
       slot.args_are_current && slot.has_current_master() &&
       version_of(slot.master_param()) == sample_->master_version &&
@@ -113,7 +115,7 @@ std::optional<int64_t> Plan::find_uncounted_write() {
 
 std::string Plan::warning_of_write(const std::string& param) const {
   return c10::str(
-      checks_.operation, ".step: parameter ", param,
+      params_.operation(), ".step: parameter ", param,
       " was written in a way that torch does not count, such as through .data. The step "
       "goes on from its float32 master and undoes the write. Write it in place without "
       ".data, or call refresh_masters() after the write.");

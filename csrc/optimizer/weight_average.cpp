@@ -124,22 +124,16 @@ void launch_average(const std::vector<AveragedWeight>& weights,
   bump_version(counters);
 }
 
-std::vector<int64_t> Plan::params_without_state() const {
-  std::vector<int64_t> indices;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const bool lacks = is_16_bit(slots_[i].param().scalar_type()) && slots_[i].lacks_state();
-    if (lacks) indices.push_back(static_cast<int64_t>(i));
-  }
-  return indices;
-}
+namespace {
 
 // Returns the weights to average. An out-of-date master is corrected as the next step would correct
 // it. A state whose dtype or shape no longer fits the parameter is ignored.
-std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
+std::vector<AveragedWeight> weights_in(const ParamTable& params,
+                                       const Plan::MastersByParam& masters) {
   std::vector<AveragedWeight> weights;
-  weights.reserve(slots_.size());
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const ParamSlot& slot = slots_[i];
+  weights.reserve(params.slots().size());
+  for (size_t i = 0; i < params.slots().size(); ++i) {
+    const ParamSlot& slot = params.slots()[i];
     const at::Tensor& param = slot.param();
     at::Tensor master;
     if (!slot.lacks_state()) {
@@ -157,6 +151,8 @@ std::vector<AveragedWeight> Plan::weights(const MastersByParam& masters) const {
   return weights;
 }
 
+}  // namespace
+
 void Plan::check_before(Averaging averaging) const {
   if (averaging == Averaging::kSwapIn) check_weights_are_in("WeightAverage.swap", is_swapped_in_);
 }
@@ -164,13 +160,13 @@ void Plan::check_before(Averaging averaging) const {
 void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
   switch (averaging) {
     case Averaging::kTake:
-      return averages.take(weights(masters), step_applied_, steps_);
+      return averages.take(weights_in(params_, masters), step_applied_, steps_);
     case Averaging::kList:
-      return averages.list(weights(masters));
+      return averages.list(weights_in(params_, masters));
     case Averaging::kRestart:
-      return averages.restart(weights(masters), steps_);
+      return averages.restart(weights_in(params_, masters), steps_);
     case Averaging::kSwapIn:
-      return swap_in(averages, weights(masters));
+      return swap_in(averages, weights_in(params_, masters));
   }
 }
 
@@ -180,7 +176,7 @@ void Plan::swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& 
     averages.swap_in(weights);
     is_swapped_in_ = true;
   } catch (...) {
-    forget_writes(averages.swap_out());
+    params_.forget_writes(averages.swap_out().writes);
     throw;
   }
 }
@@ -188,22 +184,9 @@ void Plan::swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& 
 void Plan::swap_out(WeightAverages& averages) {
   if (!averages.is_swapped()) return;
   const SwapEnd end = averages.swap_out();
-  forget_writes(end);
+  params_.forget_writes(end.writes);
   is_swapped_in_ = false;
   if (end.failure != nullptr) std::rethrow_exception(end.failure);
-}
-
-// Adds the writes of a swap to the remembered versions of the parameters. Their masters are still
-// up to date, because the parameters have their old bits again.
-void Plan::forget_writes(const SwapEnd& end) {
-  const auto forget = [&](const void* object, SeenTensor& seen) {
-    const auto writes = end.writes.find(object);
-    if (writes != end.writes.end()) seen.version += writes->second;
-  };
-  for (ParamSlot& slot : slots_) {
-    if (slot.param_of_master.has_value()) forget(slot.object, *slot.param_of_master);
-  }
-  for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
 }
 
 void check_weights_are_in(const std::string& operation, bool is_swapped) {

@@ -106,16 +106,16 @@ struct Operation {
       : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
-      is_current =
-          mine.states.unchanged_in(states) && mine.plan.is_for(groups->specs) && take_params();
+      is_current = mine.states.unchanged_in(states) && mine.plan.params().is_for(groups->specs) &&
+                   take_params();
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt, for example
     } catch (const std::exception&) {
     }
-    if (!is_current || !mine.plan.has_shards()) return;
+    if (!is_current || !mine.plan.params().has_shards()) return;
     for (const py::handle shard : step_plan.attr("shards")()) {
       auto [index, param, grad] = py::cast<std::tuple<int64_t, at::Tensor, OptionalTensor>>(shard);
-      mine.plan.set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
+      mine.plan.params().set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
     }
   }
 
@@ -145,12 +145,12 @@ struct Operation {
       PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
       const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
       for (Py_ssize_t i = 0; i < size; ++i, ++index) {
-        if (!plan.is_param(index, group_index, items[i])) return false;
-        if (!plan.take_param(index, THPVariable_Unpack(items[i]))) return false;
+        if (!plan.params().is_param(index, group_index, items[i])) return false;
+        if (!plan.params().take_param(index, THPVariable_Unpack(items[i]))) return false;
       }
       ++group_index;
     }
-    return index == plan.number_of_params();
+    return index == plan.params().number_of_params();
   }
 };
 
@@ -227,15 +227,16 @@ class StatesOfPython : public StateStore {
   std::optional<py::gil_scoped_release> release_;
 };
 
-// Registers the parameters of an optimizer again. Each of `rows` has the fields of a Plan::Param:
-// group, index in the group, parameter, partition (None unless a DTensor) and global offset.
+// Registers the parameters of an optimizer again. Each of `rows` has the fields of a
+// ParamTable::Param: group, index in the group, parameter, partition (None unless a DTensor) and
+// global offset.
 void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
         rows) {
   const Plan::Lock use(mine.plan, operation);
   Groups groups = mine.groups_of(optimizer);
-  std::vector<Plan::Param> params;
+  std::vector<ParamTable::Param> params;
   for (const auto& [group, index, param, partition, global_offset] : rows) {
     params.push_back({group, index, param.ptr(), partition, global_offset});
   }
@@ -285,7 +286,7 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
                                            const py::object& optimizer) {
   const Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return std::nullopt;
-  return mine.plan.gradients_were_written();
+  return mine.plan.params().gradients_were_written();
 }
 
 // Warns before the step writes anything, because a warning filter may raise an exception.
@@ -393,7 +394,7 @@ std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
   Operation operation(mine, step_plan, optimizer, name_of(averaging));
   if (!operation.is_current) return std::nullopt;
   Plan::MastersByParam masters;
-  const std::vector<int64_t> indices = mine.plan.params_without_state();
+  const std::vector<int64_t> indices = mine.plan.params().params_without_state();
   if (!indices.empty()) {
     masters =
         py::cast<Plan::MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));

@@ -1,0 +1,319 @@
+// Registers the parameters of an optimizer, and recognizes tensors that changed between its steps.
+#include "optimizer/param_table.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace amp_ext {
+
+void ParamTable::register_params(std::vector<optim::StateSpec> specs,
+                                 const std::vector<Param>& params) {
+  const auto keeps_more = [](const optim::StateSpec& a, const optim::StateSpec& b) {
+    return a.buffer_count < b.buffer_count;
+  };
+  const auto most = std::max_element(specs.begin(), specs.end(), keeps_more);
+  if (most != specs.end()) checks_.buffer_names = most->names();
+  specs_ = std::move(specs);
+  slots_.reserve(params.size());
+  has_shards_ = is_partitioned_ = false;
+  for (const Param& param : params) {
+    add_slot(param);
+    has_shards_ |= param.partition.has_value();
+    is_partitioned_ |= param.partition.value_or(0) != 0;
+  }
+}
+
+void ParamTable::drop_slots() {
+  rounded_params_ = rounded_params();
+  scaled_grads_ = scaled_grads();
+  specs_.clear();
+  slots_.clear();
+  is_partitioned_ = false;
+  written_storages_.clear();
+}
+
+void ParamTable::add_slot(const Param& param) {
+  ParamSlot& slot = slots_.emplace_back();
+  slot.group = param.group;
+  slot.index_in_group = param.index_in_group;
+  slot.object = param.object;
+  slot.is_sharded = param.partition.has_value();
+  slot.partition = param.partition.value_or(0);
+  slot.global_offset = slot.args.global_offset = param.global_offset;
+  const auto rounded = rounded_params_.find(slot.object);
+  if (rounded != rounded_params_.end()) {
+    slot.param_of_master = rounded->second.param;
+    slot.fingerprints[kParam] = rounded->second.fingerprint;
+  }
+  const auto scaled = scaled_grads_.find(slot.object);
+  if (scaled != scaled_grads_.end()) {
+    slot.seen_grad = scaled->second.grad;
+    slot.seen_grad_data = scaled->second.data;
+    slot.seen_grad_is_scaled = true;
+  }
+  memory_is_checked_ = false;
+}
+
+std::unordered_map<const void*, ParamTable::RoundedParam> ParamTable::rounded_params() const {
+  if (slots_.empty()) return rounded_params_;
+  std::unordered_map<const void*, RoundedParam> rounded;
+  for (const ParamSlot& slot : slots_) {
+    if (!slot.param_of_master.has_value()) continue;
+    rounded.insert({slot.object, {*slot.param_of_master, slot.fingerprints[kParam]}});
+  }
+  return rounded;
+}
+
+std::unordered_map<const void*, ParamTable::ScaledGrad> ParamTable::scaled_grads() const {
+  if (slots_.empty()) return scaled_grads_;
+  std::unordered_map<const void*, ScaledGrad> scaled;
+  for (const ParamSlot& slot : slots_) {
+    if (!slot.seen_grad.has_value() || !slot.seen_grad_is_scaled) continue;
+    scaled.insert({slot.object, {*slot.seen_grad, slot.seen_grad_data}});
+  }
+  return scaled;
+}
+
+void ParamTable::replace_slots(std::vector<ParamSlot> slots) {
+  slots_ = std::move(slots);
+  memory_is_checked_ = false;
+}
+
+bool ParamTable::take_param(int64_t index, const at::Tensor& param) {
+  ParamSlot& slot = slots_.at(index);
+  if (slot.was_contiguous.has_value() && *slot.was_contiguous != param.is_contiguous())
+    return false;
+  if (slot.is_sharded) {
+    slot.shard_of = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  } else {
+    take_param(index, param, param.unsafeGetTensorImpl()->grad());
+  }
+  return true;
+}
+
+void ParamTable::take_param(int64_t index, const at::Tensor& param, at::Tensor grad) {
+  ParamSlot& slot = slots_.at(index);
+  slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
+  slot.owned[kGrad] = std::move(grad);
+}
+
+void ParamTable::set_shard(int64_t index, at::Tensor param, at::Tensor grad) {
+  ParamSlot& slot = slots_.at(index);
+  slot.current_param = c10::MaybeOwned<at::Tensor>::owned(std::move(param));
+  slot.owned[kGrad] = std::move(grad);
+}
+
+void ParamTable::set_state(int64_t index, ParamState state) {
+  ParamSlot& slot = slots_.at(index);
+  slot.number_of_buffers = static_cast<int>(state.buffers.size());
+  TORCH_CHECK(slot.number_of_buffers <= kMaxBuffers, checks_.operation, ": ",
+              checks_.name_of(slot, kParam), " must have up to ", kMaxBuffers, " buffers, got ",
+              slot.number_of_buffers);
+  if (state.master_param.defined() && state.master_param.scalar_type() != at::kFloat) {
+    check_is_residual(checks_.operation, checks_.name_of(slot, kMaster), state.master_param,
+                      slot.param());
+    state.master_param = residual_elements(state.master_param);
+  }
+  for (int i = 0; i < kMaxBuffers; ++i) {
+    slot.owned[kBuffer0 + i] = i < slot.number_of_buffers ? state.buffers[i] : at::Tensor();
+  }
+  slot.owned[kMaster] = std::move(state.master_param);
+  slot.owned[kStep] = std::move(state.step);
+  slot.owned[kExponents] = std::move(state.exponents);
+  slot.state_dtype = slot.param().scalar_type();
+  slot.state_device = slot.param().device();
+  slot.kernel.reset();
+  slot.args_are_current = false;
+  memory_is_checked_ = false;
+  slot.was_contiguous.reset();
+  const size_t group = slot.group;
+  if (group < specs_.size() && specs_[group].state_dtype.is_coded()) {
+    slot.was_contiguous = (slot.is_sharded ? *slot.shard_of : slot.param()).is_contiguous();
+  }
+}
+
+void ParamTable::release_params() {
+  for (ParamSlot& slot : slots_) {
+    slot.current_param = c10::MaybeOwned<at::Tensor>();
+    slot.shard_of = c10::MaybeOwned<at::Tensor>();
+    slot.owned[kGrad].reset();
+    slot.contiguous_copies.clear();
+    slot.refreshed_master.reset();
+  }
+}
+
+void ParamTable::check_for_step(const GroupTable& table, bool allows_scaled_grads) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (i + kTensorsAhead < slots_.size()) slots_[i + kTensorsAhead].prefetch_tensors();
+    if (i + kStoragesAhead < slots_.size()) slots_[i + kStoragesAhead].prefetch_storages();
+    ParamSlot& slot = slots_[i];
+    if (slot.has_grad()) {
+      check_slot(slot, table);
+      if (!allows_scaled_grads) checks_.check_carries_no_scale(slot);
+    }
+    slot.master_is_current = slot.has_current_master();
+  }
+  if (!memory_is_checked_) check_memory();
+}
+
+OptimizerKernel ParamTable::kernel_of(const ParamSlot& slot, const GroupTable& table) const {
+  const auto kernel = table.kernel(slot.number_of_buffers);
+  TORCH_CHECK(slot.state_dtype == slot.param().scalar_type() && kernel.has_value(),
+              checks_.operation, ": ", checks_.name_of(slot, kParam),
+              " has a state that fits no kernel, with ", slot.number_of_buffers,
+              " buffers. Remove what you added to its state, and call optimizer.rebuild().");
+  return *kernel;
+}
+
+void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
+  const bool writes_grad = table.groups[slot.group].common->write_back_grads;
+  if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // forces new checks
+  slot.writes_grad = writes_grad;
+  if (!slot.kernel.has_value()) slot.kernel = kernel_of(slot, table);
+  // A gradient that moved needs no overlap check unless the step may write its new memory.
+  const bool grad_was_shared = slot.writes_grad && slot.leave_lazy_clone(kGrad);
+  if (slot.take_fingerprint(kGrad) || grad_was_shared) {
+    slot.grad_is_current = false;
+    if (slot.writes_grad || reaches_written_memory(slot.grad())) memory_is_checked_ = false;
+  }
+  for (int list = 0; list < kLists; ++list) {
+    if (list == kGrad) continue;
+    const bool was_shared = slot.leave_lazy_clone(list);
+    const bool has_moved = slot.take_fingerprint(list);
+    if (list == kParam && was_shared) follow_own_memory(slot);
+    if (!was_shared && !has_moved) continue;
+    slot.args_are_current = false;
+    memory_is_checked_ = false;
+    // param_of_master alone would not notice another view of the same storage.
+    if (list == kParam && has_moved) slot.param_of_master.reset();
+  }
+  if (slot.args_are_current && (slot.grad_is_current || slot.take_new_grad())) return;
+  slot.args_are_current = false;
+  checks_.check_grad(slot);
+  checks_.check_tensors(slot);
+}
+
+// Updates other views of a parameter after leave_lazy_clone() has given their storage new memory.
+void ParamTable::follow_own_memory(const ParamSlot& slot) {
+  for (ParamSlot& other : slots_) {
+    if (storage_of(other.param()) != storage_of(slot.param())) continue;
+    other.fingerprints[kParam].storage = slot.fingerprints[kParam].storage;
+    other.args_are_current = false;
+  }
+}
+
+void ParamTable::check_memory() {
+  std::vector<MemoryUse> uses;
+  written_storages_.clear();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // left by a refused step
+    if (slots_[i].fingerprints[kParam].numel < 0) continue;         // never had a gradient
+    for (int list = 0; list < kLists; ++list) {
+      const at::Tensor& tensor = slots_[i].tensor(list);
+      if (!tensor.defined()) continue;
+      const bool written = list != kGrad || slots_[i].writes_grad;
+      uses.push_back({&tensor, written, list, static_cast<int64_t>(i)});
+      if (written) written_storages_.insert(storage_of(tensor)->data());
+    }
+  }
+  check_no_overlap(checks_.operation, uses, [&](const MemoryUse& use) {
+    return checks_.name_of(slots_[use.index], use.list);
+  });
+  memory_is_checked_ = true;
+}
+
+// True if a gradient that a step only reads may share memory with a tensor that the step writes.
+// Usually a gradient is the only tensor in its storage, so that no lookup is needed.
+bool ParamTable::reaches_written_memory(const at::Tensor& grad) const {
+  if (!is_plain(grad)) return false;  // check_grad will throw
+  const at::DataPtr& data = storage_of(grad)->data_ptr();
+  const bool is_owned = data.get_context() == data.get();  // false for memory of other libraries
+  if (is_owned && grad.storage().use_count() == 1) return false;
+  return !is_owned || written_storages_.count(data.get()) != 0;
+}
+
+bool ParamTable::gradients_are_as_seen() const {
+  return std::all_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
+    return slot.has_grad() ? slot.grad_is_as_seen() : !slot.seen_grad.has_value();
+  });
+}
+
+bool ParamTable::gradients_were_written() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const ParamSlot& slot) {
+    return slot.has_grad() && slot.seen_grad.has_value() && !slot.grad_is_as_seen();
+  });
+}
+
+// Returns the first and the last slot that has a gradient; both null if there is none.
+std::array<const ParamSlot*, 2> ParamTable::outer_slots_with_grad() const {
+  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
+  const auto first = std::find_if(slots_.begin(), slots_.end(), has_grad);
+  if (first == slots_.end()) return {nullptr, nullptr};
+  return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
+}
+
+// Remembers the first and the last gradient of the step, so that inspect() can refuse gradients
+// that a step has used. One gradient is not enough, because it may be left over from before its
+// parameter was frozen.
+void ParamTable::remember_step() {
+  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
+  for (size_t i = 0; i < slots.size(); ++i) {
+    if (slots[i] == nullptr) {
+      stepped_grads_[i].reset();
+    } else {
+      SeenTensor::remember(stepped_grads_[i], slots[i]->grad(), slots[i]->grad_version());
+    }
+  }
+}
+
+bool ParamTable::has_new_grads() const {
+  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
+  if (slots[0] == nullptr) return false;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const std::optional<SeenTensor>& stepped = stepped_grads_[i];
+    if (!stepped.has_value() || !stepped->is(slots[i]->grad(), slots[i]->grad_version()))
+      return true;
+  }
+  return false;
+}
+
+std::vector<int64_t> ParamTable::params_without_state() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const bool lacks = is_16_bit(slots_[i].param().scalar_type()) && slots_[i].lacks_state();
+    if (lacks) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+// Runs after all launches, because parameters that are views of one tensor share its version
+// counter, which each of them increments.
+void ParamTable::remember_masters() {
+  for (ParamSlot& slot : slots_) {
+    if (slot.master() != Master::kFloat32 || !slot.master_is_current) continue;
+    SeenTensor::remember(slot.param_of_master, slot.param(), slot.version());
+  }
+}
+
+// Remembers which gradients still carry the loss scale after a step. Gradients that the step wrote
+// back count as unscaled. A skipped step leaves them scaled, but only the device knows of it.
+void ParamTable::remember_scaled_grads(bool are_as_seen) {
+  for (ParamSlot& slot : slots_) {
+    if (!slot.has_grad()) continue;
+    if (!are_as_seen) slot.see_grad();
+    slot.seen_grad_is_scaled = !slot.writes_grad;
+  }
+}
+
+void ParamTable::forget_writes(const std::unordered_map<const void*, int64_t>& writes) {
+  const auto forget = [&](const void* object, SeenTensor& seen) {
+    const auto written = writes.find(object);
+    if (written != writes.end()) seen.version += written->second;
+  };
+  for (ParamSlot& slot : slots_) {
+    if (slot.param_of_master.has_value()) forget(slot.object, *slot.param_of_master);
+  }
+  for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,158 @@
+// The registered parameters of an optimizer, with their states and what is known of their memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "optimizer/group_table.h"
+#include "optimizer/param_slot.h"
+#include "optimizer/param_slot_checks.h"
+#include "optimizer/states.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+// One slot for each parameter. States are stored here; parameters and gradients are set before each
+// operation and released after it. All methods but the constant ones need a Plan::Lock.
+class AMP_EXT_API ParamTable {
+ public:
+  // A parameter to register.
+  struct Param {
+    int64_t group;
+    int64_t index_in_group;
+    const void* object;  // the identity of the parameter: its Python object or its TensorImpl
+    // Only for a DTensor: the number of its partition, or 0 if it is replicated. Its local shard
+    // must be passed to set_shard().
+    std::optional<int64_t> partition = {};
+    // Index of the shard's first element in the full tensor; dithered rounding depends on it.
+    int64_t global_offset = 0;
+  };
+
+  explicit ParamTable(ParamSlotChecks checks) : checks_(std::move(checks)) {}
+
+  // Fills an empty table with slots of these parameters, without states, and stores the specs of
+  // the groups' states.
+  void register_params(std::vector<optim::StateSpec> specs, const std::vector<Param>& params);
+
+  // Drops parameters and states. What is needed to recognize unchanged parameters and scaled
+  // gradients is kept for the next register_params().
+  void drop_slots();
+
+  // Copies from an earlier table of this optimizer which gradients still carry a loss scale.
+  void take_scaled_grads(const ParamTable& before) { scaled_grads_ = before.scaled_grads(); }
+
+  // Replaces all slots by copies of slots of another table, for a trial of a step.
+  void replace_slots(std::vector<ParamSlot> slots);
+
+  const std::vector<ParamSlot>& slots() const { return slots_; }
+  std::vector<ParamSlot>& slots() { return slots_; }
+  int64_t number_of_params() const { return static_cast<int64_t>(slots_.size()); }
+  // Returns the group of a parameter and its index in the group.
+  std::pair<int64_t, int64_t> place_of(int64_t index) const {
+    return {slots_.at(index).group, slots_.at(index).index_in_group};
+  }
+  const optim::StateSpec& spec_of(const ParamSlot& slot) const { return specs_.at(slot.group); }
+  // True if the parameters were registered with these specs, one for each group.
+  bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
+  // True if the parameter registered at this index has this group and this identity.
+  bool is_param(int64_t index, int64_t group, const void* object) const {
+    return index < number_of_params() && slots_[index].object == object &&
+           slots_[index].group == group;
+  }
+  bool has_shards() const { return has_shards_; }
+  // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
+  bool is_partitioned() const { return is_partitioned_; }
+
+  // Set the present tensor of a parameter and its gradient (`grad`, or the .grad of `param`) for
+  // the current operation; the caller keeps `param` alive. The overload without `grad` returns
+  // false if a quantized state no longer fits the parameter, which must be registered again.
+  bool take_param(int64_t index, const at::Tensor& param);
+  void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
+
+  // Sets this rank's shard of a DTensor parameter and of its gradient, which may be undefined. Call
+  // it after take_param() in the same operation.
+  void set_shard(int64_t index, at::Tensor param, at::Tensor grad);
+
+  // Sets the state of a parameter, whose present tensor must be set.
+  void set_state(int64_t index, ParamState state);
+
+  // Drops all references to parameters and gradients, at the end of an operation.
+  void release_params();
+
+  const ParamSlotChecks& checks() const { return checks_; }
+  const std::string& operation() const { return checks_.operation; }
+  // Sets the descriptions of the buffers, by which errors and checks of a step name them.
+  void describe(const BufferDescription* buffers) { checks_.described = buffers; }
+
+  // Checks all tensors that a step would use, and brings the slots up to date. Throws if memory is
+  // shared, or if a gradient still carries an earlier loss scale, unless that is allowed.
+  void check_for_step(const GroupTable& table, bool allows_scaled_grads);
+
+  // True if every gradient is the one that the last scan has read, and was not written since.
+  bool gradients_are_as_seen() const;
+  // True if a gradient that was read by the last scan has been written or replaced since.
+  bool gradients_were_written() const;
+  bool has_grads() const { return outer_slots_with_grad()[0] != nullptr; }
+  // True unless the last step used these gradients.
+  bool has_new_grads() const;
+  // Returns the indices of 16-bit parameters whose slots have no state yet.
+  std::vector<int64_t> params_without_state() const;
+
+  // Remember after a step: the parameters to which masters were rounded; the gradients that still
+  // carry the loss scale; and the gradients of the step.
+  void remember_masters();
+  void remember_scaled_grads(bool are_as_seen);
+  void remember_step();
+
+  // Adds writes, by the identity of the parameter, to the remembered versions of the parameters.
+  // Their masters are still up to date, because the parameters have their old bits again.
+  void forget_writes(const std::unordered_map<const void*, int64_t>& writes);
+
+ private:
+  // A parameter as it was when its master was last rounded to it; survives register_params(). If
+  // the parameter is unchanged since, the next step uses the master, even if a user wrote to it.
+  struct RoundedParam {
+    SeenTensor param;
+    Fingerprint fingerprint;
+  };
+
+  // A gradient that a step with a loss scale used. It carries the scale until it is written.
+  struct ScaledGrad {
+    SeenTensor grad;
+    const void* data;  // address of its first element
+  };
+
+  void add_slot(const Param& param);
+  std::unordered_map<const void*, RoundedParam> rounded_params() const;
+  std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
+  OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
+  void check_slot(ParamSlot& slot, const GroupTable& table);
+  void follow_own_memory(const ParamSlot& slot);
+  void check_memory();
+  bool reaches_written_memory(const at::Tensor& grad) const;
+  std::array<const ParamSlot*, 2> outer_slots_with_grad() const;
+
+  ParamSlotChecks checks_;
+  std::vector<optim::StateSpec> specs_;  // [groups], as registered
+  std::vector<ParamSlot> slots_;
+  bool has_shards_ = false;
+  bool is_partitioned_ = false;
+  bool memory_is_checked_ = false;
+  std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
+  // Data of the slots that were dropped last, by Param::object; for register_params().
+  std::unordered_map<const void*, RoundedParam> rounded_params_;
+  std::unordered_map<const void*, ScaledGrad> scaled_grads_;
+  // The first and the last gradient that the last step used; nullopt if there was none.
+  std::array<std::optional<SeenTensor>, 2> stepped_grads_;
+};
+
+}  // namespace amp_ext
