@@ -15,7 +15,7 @@ namespace amp_ext {
 // Result of a scan of the gradients of one partition on one device.
 struct GradScanResult {
   at::Tensor found_inf;        // one float32; not 0 if a gradient contains inf or NaN
-  at::Tensor first_nonfinite;  // one int64, index of the first such gradient, or kNoTensor
+  at::Tensor first_nonfinite;  // one int64, index of the first such parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64; undefined if no norm is needed
   // Sum of squares of each gradient, [params] float64; NaN for parameters whose gradients this scan
   // did not read. Undefined unless norms of single gradients are tracked.
@@ -29,7 +29,8 @@ struct GradScan {
   std::vector<KernelTensorArgs> all_args;
 };
 
-// The source of the sums of squares from which a step computes a norm.
+// The source of the sums of squares from which a step computes a norm. A given sum comes first,
+// then kAllRanks if parameters are sharded, then the last scan, then a new scan.
 enum class NormSource {
   kNone,      // the norm is not wanted
   kGiven,     // the caller has them from a scaler, or has added them up over the ranks
@@ -42,7 +43,7 @@ enum class NormSource {
 struct NormSettings {
   std::optional<double> max_grad_norm;
   bool is_guarded;         // a guard judges the norm of all gradients
-  bool tracks_grad_norms;  // every step reports the norm of each gradient
+  bool tracks_grad_norms;  // every step reports the norm of each gradient and of all together
 };
 
 // The sums of squares that exist before a step: of all gradients, and of each one.
@@ -68,8 +69,8 @@ struct StepNorms {
 StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
                         const KnownSums& scanned, bool is_partitioned);
 
-// Returns the sum of squares of all gradients on a device, in float64: the one in the options, or
-// the sum over the scans; undefined if there is neither.
+// Returns the sum of squares of all gradients, as one float64 that is on `device`: the sum in the
+// options, or the sum over the scans of all devices; undefined if there is neither.
 at::Tensor sum_of_squares_on(const at::Device& device, const GradientOptions& options,
                              const std::vector<GradScan>& scans);
 

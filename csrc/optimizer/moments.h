@@ -36,8 +36,8 @@ struct AMP_EXT_API MomentFormat {
 // The tensors of one parameter's moments, by key: "exp_avg_sq_q8s", "exp_avg_sq_exp", for example.
 using Moments = std::map<std::string, at::Tensor>;
 
-// HasKey returns whether a state has a key. has_moment returns whether a state has the moment
-// `name` in any format.
+// HasKey returns whether a state has a key. has_moment returns whether a state has all keys of the
+// moment `name` in one of the formats.
 using HasKey = std::function<bool(const std::string&)>;
 AMP_EXT_API bool has_moment(const HasKey& has_key, const std::string& name);
 
@@ -49,8 +49,9 @@ AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std:
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
-// True if moments of a parameter can be quantized in blocks of 32 elements. Each block lies within
-// a row of dimension 0, so only dimension 0 may be sharded (`shards_whole_rows`). The parameter
+// True if moments of a parameter can be quantized in blocks of 32 elements: it has at least two
+// dimensions, 4096 elements, and a multiple of 32 elements for each index of dimension 0. Blocks
+// lie within such a row, so only dimension 0 may be sharded (`shards_whole_rows`). The parameter
 // must be contiguous, because in another memory order its elements would belong to other blocks.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 

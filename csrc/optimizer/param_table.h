@@ -68,6 +68,7 @@ class AMP_EXT_API ParamTable {
     return index < number_of_params() && slots_[index].object == object &&
            slots_[index].group == group;
   }
+  // True if a parameter is a DTensor, sharded or replicated.
   bool has_shards() const { return has_shards_; }
   // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
   bool is_partitioned() const { return is_partitioned_; }
@@ -113,8 +114,9 @@ class AMP_EXT_API ParamTable {
   void remember_scaled_grads(bool are_as_seen);
   void remember_step();
 
-  // Adds writes, by the identity of the parameter, to the remembered versions of the parameters.
-  // Their masters are still up to date, because the parameters have their old bits again.
+  // Ignores writes to parameters, given by identity and number of writes: the remembered versions
+  // advance by these numbers. The masters are still up to date, because the parameters have their
+  // old bits again.
   void forget_writes(const std::unordered_map<const void*, int64_t>& writes);
 
  private:
@@ -136,8 +138,10 @@ class AMP_EXT_API ParamTable {
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_slot(ParamSlot& slot, const GroupTable& table);
+  // Updates other views of a parameter whose storage was a lazy clone and got memory of its own.
   void follow_own_memory(const ParamSlot& slot);
   void check_memory();
+  // True if a gradient may share memory with a tensor that steps write.
   bool reaches_written_memory(const at::Tensor& grad) const;
   std::array<const ParamSlot*, 2> outer_slots_with_grad() const;
 
