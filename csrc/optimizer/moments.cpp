@@ -39,7 +39,7 @@ std::vector<MomentFormat> all_formats(const std::string& name) {
   return formats;
 }
 
-int64_t elements_of_slot(const at::Tensor& param) {
+int64_t elements_of_row(const at::Tensor& param) {
   return param.dim() == 0 ? 1 : c10::multiply_integers(param.sizes().slice(1));
 }
 
@@ -164,14 +164,14 @@ bool is_key_of_exponents(const std::string& key, const std::vector<std::string>&
 }
 
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param) {
-  const int64_t blocks = elements_of_slot(param) / kBlockSize;
+  const int64_t blocks = elements_of_row(param) / kBlockSize;
   if (param.dim() == 0) return {blocks};
   return {param.size(0), blocks};
 }
 
 bool has_blocks(const at::Tensor& param, bool shards_whole_rows) {
   return shards_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
-         elements_of_slot(param) % kBlockSize == 0 && param.is_contiguous();
+         elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
 
 std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
