@@ -113,7 +113,7 @@ def test_a_package_that_was_not_built_ends_the_configuration(
     assert "libamp_ext.so is not there, or what its build notes" in " ".join(done.stderr.split())
     monkeypatch.setattr(cmake, "_PACKAGE", copy)
     assert cmake.main([]) == 1
-    assert f"{copy / missing} is not there" in capsys.readouterr().err
+    assert f"{copy / missing} is missing" in capsys.readouterr().err
 
 
 VERSIONS = {
