@@ -421,7 +421,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if amp_context.scan.found_infs:
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
-        if plan.guard_lacks_sum(sums[0]):
+        if guard is not None and plan.guard_lacks_sum(sums[0]):
             # All ranks must make this call, even if only some of them inspect the step.
             sums = self._sums_over_ranks(grad_scale)
         inspection = None
