@@ -19,13 +19,13 @@ void FusedOptimizer::rebuild() { checked("rebuild").plan->forget(); }
 struct FusedOptimizer::Operation {
   FusedOptimizer& optimizer;
   Plan& plan;
-  Plan::Lock use;
+  Plan::Lock lock;
   ClippingOptions shared;
   GroupTable table;
   std::vector<StateSpec> specs;  // [groups]
 
   Operation(FusedOptimizer& of_optimizer, const char* operation)
-      : optimizer(of_optimizer), plan(*optimizer.checked(operation).plan), use(plan, operation) {
+      : optimizer(of_optimizer), plan(*optimizer.checked(operation).plan), lock(plan, operation) {
     const std::vector<PlacedOptions> placed = optimizer.checked_groups();
     std::vector<const GroupOptions*> groups;
     for (const PlacedOptions& group : placed) groups.push_back(&group);

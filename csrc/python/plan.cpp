@@ -97,13 +97,13 @@ namespace {
 // from the registered ones. Python then registers the parameters again.
 struct Operation {
   PlanOfPython& mine;
-  Plan::Lock use;
+  Plan::Lock lock;
   py::object states;
   std::optional<Groups> groups;
   bool is_current = false;
 
   Operation(PlanOfPython& plan, py::handle step_plan, py::handle optimizer, const char* operation)
-      : mine(plan), use(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
+      : mine(plan), lock(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
     try {
       groups.emplace(mine.groups_of(optimizer));
       is_current = mine.states.unchanged_in(states) && mine.plan.params().is_for(groups->specs) &&
@@ -234,7 +234,7 @@ void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
         rows) {
-  const Plan::Lock use(mine.plan, operation);
+  const Plan::Lock lock(mine.plan, operation);
   Groups groups = mine.groups_of(optimizer);
   std::vector<ParamTable::Param> params;
   for (const auto& [group, index, param, partition, global_offset] : rows) {
