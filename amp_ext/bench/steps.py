@@ -55,7 +55,7 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         options |= {"master_weights": work.masters, "state_dtype": work.state_dtype}
         options["max_grad_norm"] = MAX_NORM if work.clip else None
         if not work.masters and work.state_dtype == torch.float32:
-            options["rounding"] = "nearest"  # as torch rounds
+            options["rounding"] = "nearest"  # torch rounds in this way
         optimizer = getattr(amp_ext.optim, work.optimizer)(params, **options)
         step = scaled(work, params, optimizer, amp_ext.GradScaler)
         if side == "swa_utils":

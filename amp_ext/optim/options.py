@@ -105,7 +105,8 @@ def _check_types(description: Any, options: Options, where: str) -> None:
 
 def _check_values(description: Any, options: Options, where: str) -> None:
     description.check_options(options, where, _shown)
-    if isinstance(options["state_dtype"], torch.dtype):  # as a name, for distributed checkpoints
+    # The group holds the name of the dtype, which distributed checkpoints can store.
+    if isinstance(options["state_dtype"], torch.dtype):
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
         raise RuntimeError(

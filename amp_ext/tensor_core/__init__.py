@@ -184,7 +184,8 @@ def _of_config(model: Any) -> Iterator[Advice]:
                 )
         multiples = dict.fromkeys(_NAMES, MULTIPLE) | dict.fromkeys(_HEADS, 1)  # 1: no padding
         if named.keys().isdisjoint(_HEAD_WIDTHS):
-            heads = math.lcm(*(named.get(name, 1) for name in _HEADS))  # they share the width
+            # All kinds of heads divide the same width.
+            heads = math.lcm(*(named.get(name, 1) for name in _HEADS))
             multiples |= dict.fromkeys(_WIDTHS, MULTIPLE * heads)
         if named.get("vocab_size", 0) >= VOCABULARY_MULTIPLE:
             multiples["vocab_size"] = VOCABULARY_MULTIPLE

@@ -70,7 +70,7 @@ struct AMP_EXT_API AverageLists {
   at::Tensor counters;               // two int64: number of applied steps, number of averages
   OptionalTensorList master_params;  // float32 master weights, or residuals of split master weights
   OptionalTensor step_applied;       // one float32; if 0 (skipped step), nothing is written
-  std::optional<std::vector<int64_t>> global_offsets;  // as in StepLists
+  std::optional<std::vector<int64_t>> global_offsets;  // see StepLists::global_offsets
 };
 
 // Names that the error messages of a step use for the operation and for its lists of buffers.
