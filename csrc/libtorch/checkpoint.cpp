@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -26,7 +25,6 @@
 
 #include "files/atomic_file.h"
 #include "libtorch/optimizer_impl.h"
-#include "libtorch/torch_archive.h"
 #include "libtorch/values.h"
 
 namespace amp_ext {
@@ -142,73 +140,9 @@ std::vector<char> bytes_of(const std::string& operation, const c10::IValue& valu
   return file;
 }
 
-// Returns the CRC-32 of zip files, computed for eight bytes at a time ("slicing by 8").
-uint32_t crc_of(const char* bytes, size_t size) {
-  using Table = std::array<uint32_t, 256>;
-  static const auto tables = [] {  // tables[i][b]: CRC of byte b followed by i zero bytes
-    std::array<Table, 8> made;
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-      uint32_t crc = byte;
-      for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
-      made[0][byte] = crc;
-    }
-    for (size_t i = 1; i < made.size(); ++i) {
-      for (uint32_t byte = 0; byte < 256; ++byte) {
-        const uint32_t crc = made[i - 1][byte];
-        made[i][byte] = crc >> 8 ^ made[0][crc & 255];
-      }
-    }
-    return made;
-  }();
-  const auto* next = reinterpret_cast<const unsigned char*>(bytes);
-  uint32_t crc = ~uint32_t{0};
-  for (; size >= 8; size -= 8, next += 8) {
-    uint32_t sum = 0;
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t byte = i < 4 ? next[i] ^ (crc >> 8 * i & 255) : next[i];
-      sum ^= tables[7 - i][byte];
-    }
-    crc = sum;
-  }
-  for (; size > 0; --size) crc = crc >> 8 ^ tables[0][(crc ^ *next++) & 255];
-  return ~crc;
-}
-
-// Throws if a record of the zip file is damaged, because torch's reader does not check CRCs. Each
-// non-empty record is followed by its CRC. In a file without CRCs, 0 stands in place of each CRC.
-void check_crcs(const std::vector<char>& bytes, caffe2::serialize::PyTorchStreamReader& reader) {
-  constexpr char kSignature[] = {'P', 'K', 7, 8};
-  std::string damaged;
-  bool has_crcs = false;
-  for (const std::string& name : reader.getAllRecords()) {
-    const size_t size = reader.getRecordSize(name);
-    const size_t begin = reader.getRecordOffset(name);
-    if (size == 0) continue;
-    const bool fits = begin <= bytes.size() && size <= bytes.size() - begin &&
-                      bytes.size() - begin - size >= sizeof kSignature + sizeof(uint32_t);
-    TORCH_CHECK(fits, "record ", name, " of ", size, " bytes ends behind the file");
-    const char* const record = bytes.data() + begin;
-    const char* const behind = record + size;
-    TORCH_CHECK(std::equal(std::begin(kSignature), std::end(kSignature), behind), "record ", name,
-                " has no CRC behind it");
-    // Checks that torch's reader returns the bytes of `record`. If a damaged header marks the
-    // record as a folder, the reader writes nothing, which the inverted first byte shows.
-    const std::unique_ptr<char[]> read(new char[size]);
-    read[0] = static_cast<char>(~record[0]);
-    reader.getRecord(name, read.get(), size);
-    TORCH_CHECK(std::equal(record, behind, read.get()), "record ", name, " is not read whole");
-    uint32_t crc = 0;
-    std::memcpy(&crc, behind + sizeof kSignature, sizeof crc);
-    has_crcs |= crc != 0;
-    if (damaged.empty() && crc != crc_of(record, size)) damaged = name;
-  }
-  TORCH_CHECK(damaged.empty() || !has_crcs, "record ", damaged, " was damaged: its CRC differs");
-}
-
 c10::IValue value_of(const std::string& operation, const std::vector<char>& bytes) {
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
-    check_crcs(bytes, reader);
     // Loads all tensors to the CPU, whatever device they were saved from.
     return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
                                              reader);
@@ -306,7 +240,8 @@ c10::IValue read(torch::serialize::InputArchive& archive, const char* operation)
   TORCH_CHECK(
       archive.try_read(kKey, tensor, /*is_buffer=*/true), operation,
       ": the archive does not contain the state of this class. Load an archive that torch::save "
-      "wrote of the same class.");
+      "wrote of the same class. If it is of torch::optim, load it with torch's class, and pass the "
+      "moments to load_state_dict().");
   const at::Tensor bytes = tensor.cpu().contiguous();
   const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
   return value_of(operation, std::vector<char>(begin, begin + bytes.numel()));
@@ -321,11 +256,7 @@ void FusedOptimizer::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void FusedOptimizer::load(torch::serialize::InputArchive& archive) {
-  const OptimizerClass& optimizer_class = checked("load_state_dict").optimizer_class;
-  const auto of_torch = with_errors_of("torch::load of an optimizer", [&] {
-    return read_torch_archive(optimizer_class.name, archive, param_groups_);
-  });
-  load_state_dict(of_torch.has_value() ? *of_torch : read(archive, "torch::load of an optimizer"));
+  load_state_dict(read(archive, "torch::load of an optimizer"));
 }
 
 }  // namespace optim

@@ -22,9 +22,8 @@ AMP_EXT_API void save_state(const std::string& path, const c10::IValue& value);
 
 // Reads a file of save_state or of Python's torch.save to the CPU, without running code from the
 // file. Dicts must be plain dicts: in Python, save dict(model.state_dict()). Throws c10::Error if
-// the file is no checkpoint, contains other types, or is damaged according to its CRC32 checksums.
-// Files written under torch.serialization.set_crc32_options(False) have no checksums and load
-// unchecked.
+// the file is no checkpoint or contains other types. Like torch.load, does not check the CRC32
+// checksums of the file.
 AMP_EXT_API c10::IValue load_state(const std::string& path);
 
 // Write and read the format of save_state and load_state as bytes in memory instead of a file.

@@ -358,7 +358,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // `state_dict()`. Missing master weights are copied from the parameters, so load the model first.
   void load_state_dict(const c10::IValue& state_dict);
 
-  // Serialization for torch::save and torch::load.
+  // Serialization for torch::save and torch::load. `load` reads archives of amp_ext's optimizers.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
