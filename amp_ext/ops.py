@@ -95,7 +95,6 @@ __all__ = [
     "OptimizerType",
     "OptimizerWorkspace",
     "adam_",
-    "average_weights_",
     "check_finite_",
     "clip_grads_",
     "count_nonfinite",
@@ -478,60 +477,6 @@ def sgd_(
             "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum "
             f"{momentum}"
         )
-
-
-@operation(writes=("averages", "counters"))
-def average_weights_(
-    averages: Sequence[Tensor],
-    params: Sequence[Tensor],
-    counters: Tensor,
-    *,
-    master_params: Sequence[Tensor] | None = None,
-    step_applied: Tensor | None = None,
-    global_offsets: Sequence[int] | None = None,
-    decay: float | None = 0.999,
-    every: int = 1,
-    warmup: bool = False,
-) -> None:
-    """Updates averages of weights after a step of the optimizer, unless that step was skipped.
-
-    The first average is a copy of the weights. Later averages move by ``1 - decay`` towards the
-    weights, as with ``torch.lerp``. Averages in bfloat16 are dithered, depending on the number of
-    averages taken.
-
-    Args:
-        averages: float32 or bfloat16, dense, of the parameters' shapes. Updated in place.
-        params: Weights of any shapes.
-        counters: Two int64, both 0 before the first call: the number of steps that were not
-            skipped, and the number of averages taken. Updated in place.
-        master_params: float32 masters of 16-bit parameters, or the residuals of split masters; the
-            masters are then averaged. None to average the parameters.
-        step_applied: One float32, or None. If it is 0, the step was skipped and nothing is written.
-        global_offsets: For parameters that are shards, the index of each shard's first element in
-            the full tensor, on which the dither depends. None if all parameters are full tensors.
-        decay: Factor of the old average in the new average, from 0 to 1. With None, the average is
-            the plain mean of all weights averaged so far.
-        every: Takes an average once in this many steps that were not skipped.
-        warmup: Limits the decay to (1 + n) / (10 + n) after n averages.
-
-    Raises:
-        RuntimeError: If a number is out of range, lists have different lengths, or a tensor has
-            another device, another shape or an unsupported dtype.
-
-    Reference:
-        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
-    """
-    _C.average_weights_(
-        averages,
-        params,
-        counters,
-        master_params,
-        step_applied,
-        global_offsets,
-        decay,
-        every,
-        warmup,
-    )
 
 
 @operation(writes=("master_params",))

@@ -702,22 +702,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._plan.inspects_next = True
 
-    def average_weights(self, operation: str, averages: ops.WeightAverages) -> None:
-        """Applies an operation of weight averages to the present parameters.
-
-        Args:
-            operation: "take_average" updates the averages after a step, "list_average" registers
-                the parameters, "restart_average" starts again, and "swap_average" swaps the
-                averages into the parameters; until they are swapped back, nothing steps, saves or
-                loads.
-            averages: The compiled averages of a :class:`~amp_ext.optim.WeightAverage`.
-        """
-        self._ask_plan(operation, self._plan.compiled.average, operation, averages)
-
-    def swap_back(self, averages: ops.WeightAverages) -> None:
-        """Swaps the averages out of the parameters again, if these averages are swapped in."""
-        self._plan.compiled.swap_back(averages)
-
     # State dicts, pickles and copies.
 
     @_disable_dynamo

@@ -148,7 +148,8 @@ class WeightAverage:
     def _ask(self, operation: str) -> None:
         """Makes the optimizer run an operation on the averages of its present parameters."""
         before = self._averages.listings
-        self.optimizer.average_weights(operation, self._averages)
+        method = getattr(self.optimizer._plan.compiled, operation)
+        self.optimizer._ask_plan(operation, method, self._averages)
         # Keeps the parameters alive, because the compiled averages store only their addresses.
         if self._averages.listings != before:
             self._params = params_of(self.optimizer)
@@ -217,7 +218,7 @@ class WeightAverage:
             yield
         finally:
             try:
-                self.optimizer.swap_back(self._averages)
+                self.optimizer._plan.compiled.swap_back(self._averages)
             finally:
                 _reshard(self.model)
 
@@ -252,14 +253,9 @@ class WeightAverage:
         ours, copies = contents.tensors, contents.copies
         entries = self._averaged(ours)
         target, copies_there = contents_there.tensors, contents_there.copies
-        names = list(target)
-        placed_params = ops.indices_by_name([*entries], names)
-        if placed_params:
-            names = [names[at] for at in placed_params]
-            copies_there = {
-                name for name, there in zip(entries, names, strict=True) if there in copies_there
-            }
-            target = {name: target[there] for name, there in zip(entries, names, strict=True)}
+        names = dict(zip(_matching_names([*entries], [*target]), entries, strict=True))
+        target = {names.get(name, name): each for name, each in target.items()}
+        copies_there = {names.get(name, name) for name in copies_there}
         for name in [*entries, *target]:
             wanted, got = _shape_under(name, entries), _shape_under(name, target)
             if wanted != got:
@@ -373,7 +369,9 @@ class WeightAverage:
         if any(str(name).startswith(_PREFIX) for name in state_dict):
             named = self._named(operation).tensors
             names_of = {id(each): name for name, each in named.items()}
-            names = _names_in_file([names_of[id(param)] for param in self._params], state_dict)
+            ours = [_PREFIX + names_of[id(param)] for param in self._params]
+            saved = [str(name) for name in state_dict if str(name).startswith(_PREFIX)]
+            names = _matching_names(ours, saved)
             _check_keys(operation, state_dict, ["n_averaged", *names])
             averages = {name: state_dict[name] for name in names}
             n_averaged = _unsharded(operation, "n_averaged", state_dict["n_averaged"])
@@ -485,22 +483,17 @@ def _contents_of(model: nn.Module) -> _Contents:
     return contents
 
 
-def _names_in_file(names: list[str], state_dict: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of parameters in a file of ``AveragedModel``.
+def _matching_names(names: list[str], others: list[str]) -> list[str]:
+    """Returns for each name the one of ``others`` that means the same parameter.
 
-    If the file lacks one of the names, all names are compared without the prefixes of wrappers.
+    If ``others`` lacks one of the names, all names are compared without the prefixes of wrappers. A
+    name without a counterpart is returned as it is.
     """
-    keys = [_PREFIX + name for name in names]
-    if all(key in state_dict for key in keys):
-        return keys
-    saved = [str(key) for key in state_dict if str(key).startswith(_PREFIX)]
-    bare_saved, bare = ops.without_wrappers(saved), ops.without_wrappers(names)
-    placed_params = dict(zip(bare_saved, saved, strict=True))
-    are_unique = len(placed_params) == len(saved) and len(set(bare)) == len(bare)
-    return [
-        placed_params.get(name, key) if are_unique else key
-        for name, key in zip(bare, keys, strict=True)
-    ]
+    bare, bare_others = ops.without_wrappers(names), ops.without_wrappers(others)
+    known = dict(zip(bare_others, others, strict=True))
+    if set(names) <= set(others) or len(known) < len(others) or len(set(bare)) < len(bare):
+        return names
+    return [known.get(each, name) for each, name in zip(bare, names, strict=True)]
 
 
 def _reshard(model: nn.Module | None) -> None:

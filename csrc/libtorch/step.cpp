@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
+#include "optimizer/weight_average.h"
 #include "tensors/to_device.h"
 
 namespace amp_ext::optim {
@@ -65,8 +66,8 @@ struct FusedOptimizer::Operation {
   }
 
   // Returns the existing masters of parameters whose states the plan does not have yet.
-  Plan::MastersByParam masters() const {
-    Plan::MastersByParam masters;
+  MastersByParam masters() const {
+    MastersByParam masters;
     for (const int64_t index : plan.params().params_without_state()) {
       const auto [group, index_in_group] = plan.params().place_of(index);
       const at::Tensor& param = optimizer.param_groups_[group].params()[index_in_group];
@@ -208,18 +209,10 @@ std::optional<Inspection> FusedOptimizer::inspection() const {
   return inspected.has_value() ? std::optional<Inspection>(inspected->read()) : std::nullopt;
 }
 
-void FusedOptimizer::track_step_applied() {
-  checked("track_step_applied").plan->track_step_applied();
-}
-
-void FusedOptimizer::average(Averaging averaging, WeightAverages& averages) {
-  checked(name_of(averaging)).plan->check_before(averaging);
-  Operation operation(*this, name_of(averaging));
-  operation.plan.average(averaging, averages, operation.masters());
-}
-
-void FusedOptimizer::swap_back(WeightAverages& averages) {
-  checked("swap_back").plan->swap_out(averages);
+void FusedOptimizer::average(const char* name,
+                             const std::function<void(Plan&, const MastersByParam&)>& call) {
+  Operation operation(*this, name);
+  call(operation.plan, operation.masters());
 }
 
 at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }

@@ -8,6 +8,7 @@
 #include <exception>
 #include <utility>
 
+#include "libtorch/optimizer_impl.h"
 #include "libtorch/values.h"
 #include "tensors/tensor_memory.h"
 
@@ -29,7 +30,7 @@ struct WeightAverage::Impl {
     const bool are_registered =
         std::equal(now.begin(), now.end(), params.begin(), params.end(),
                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
-    if (!are_registered) ask(Averaging::kList);
+    if (!are_registered) ask("list_average", &WeightAverages::list);
   }
 
   std::vector<at::Tensor> params_now() const {
@@ -40,10 +41,14 @@ struct WeightAverage::Impl {
     return now;
   }
 
-  // Runs `averaging` on the optimizer's weights, and updates `params` if the parameters changed.
-  void ask(Averaging averaging) {
+  Plan& plan() const { return *optimizer.checked("WeightAverage").plan; }
+
+  // Calls a method with the optimizer's weights, and updates `params` if the parameters changed.
+  void ask(const char* name, AverageMethod method) {
     const int64_t before = averages.listings();
-    optimizer.average(averaging, averages);
+    optimizer.average(name, [&](Plan& plan, const MastersByParam& masters) {
+      (averages.*method)(plan, masters);
+    });
     if (averages.listings() != before) params = params_now();
   }
 };
@@ -51,15 +56,15 @@ struct WeightAverage::Impl {
 WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
     : impl_(new Impl{optimizer, WeightAverages(std::move(options)), {}}) {
   update();
-  optimizer.track_step_applied();
+  impl_->plan().track_step_applied();
 }
 
 WeightAverage::~WeightAverage() = default;
 WeightAverage::WeightAverage(WeightAverage&&) noexcept = default;
 
-void WeightAverage::update() { impl_->ask(Averaging::kTake); }
+void WeightAverage::update() { impl_->ask("take_average", &WeightAverages::take); }
 
-void WeightAverage::restart() { impl_->ask(Averaging::kRestart); }
+void WeightAverage::restart() { impl_->ask("restart_average", &WeightAverages::restart); }
 
 std::vector<at::Tensor> WeightAverage::averages() const {
   impl_->list();
@@ -69,11 +74,11 @@ std::vector<at::Tensor> WeightAverage::averages() const {
 at::Tensor WeightAverage::n_averaged() const { return impl_->counters()[1]; }
 
 WeightAverage::Swapped::Swapped(WeightAverage& average) : impl_(average.impl_) {
-  impl_->ask(Averaging::kSwapIn);
+  impl_->ask("swap_average", &WeightAverages::swap_in);
 }
 WeightAverage::Swapped::~Swapped() {
   try {
-    impl_->optimizer.swap_back(impl_->averages);
+    impl_->averages.swap_out(impl_->plan());
   } catch (const c10::Error& error) {
     TORCH_WARN(error.what_without_backtrace());
   } catch (const std::exception& error) {

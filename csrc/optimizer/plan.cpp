@@ -58,6 +58,12 @@ Plan::Lock::~Lock() {
   plan_.user_ = std::thread::id();
 }
 
+void check_weights_are_in(const std::string& operation, bool is_swapped) {
+  TORCH_CHECK(!is_swapped, operation,
+              ": the parameters hold their averages, because a WeightAverage.swap() is active. "
+              "Leave the swap first.");
+}
+
 void Plan::check_not_swapped_in(const std::string& operation) const {
   check_weights_are_in(c10::str(params_.operation(), ".", operation), is_swapped_in_);
 }

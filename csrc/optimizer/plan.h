@@ -26,9 +26,11 @@
 #include "optimizer/norm_statistics.h"
 #include "optimizer/param_table.h"
 #include "optimizer/states.h"
-#include "optimizer/weight_average.h"
 
 namespace amp_ext {
+
+// Throws an error that names `operation` if the parameters currently hold the averages.
+void check_weights_are_in(const std::string& operation, bool is_swapped);
 
 // Creates the states of an optimizer's parameters, and stores them in the optimizer's containers.
 class AMP_EXT_API StateStore {
@@ -146,22 +148,17 @@ class AMP_EXT_API Plan {
 
   // Returns the norm of all unscaled gradients at the last step; undefined if it needed no norm.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
-  // Masters that optimizers store, by the indices of their parameters.
-  using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
-  // Throws if `averaging` is a swap and averages are already swapped in. Called without a Lock.
-  void check_before(Averaging averaging) const;
-  // Runs an operation of `averages` on this rank's weights; `masters` are those of parameters from
-  // params_without_state(). A swap leaves the averages in the parameters until swap_out(), and no
-  // Lock can be taken meanwhile. Operations without a Lock call check_not_swapped_in().
-  void average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters);
-  // Restores the parameters after a swap. Does nothing if the averages are not swapped in.
-  void swap_out(WeightAverages& averages);
+  // Marks that averages are in the parameters, so that no Lock can be taken. Operations without a
+  // Lock call check_not_swapped_in().
+  void set_swapped_in(bool is_swapped_in) { is_swapped_in_ = is_swapped_in; }
   void check_not_swapped_in(const std::string& operation) const;
   // Makes every step from now on set step_applied().
   void track_step_applied() { tracks_step_applied_ = true; }
   // Returns one float32 on the device of the first parameter: 1 if the last step was applied, 0 if
   // it was skipped or found no gradient. Undefined before the first step that is tracked.
   at::Tensor step_applied() const { return step_applied_; }
+  // Returns the number of steps so far, applied or skipped.
+  int64_t steps() const { return steps_; }
   // Returns the norm of each unscaled gradient, [params] float32; undefined if not tracked.
   at::Tensor grad_norms() const { return has_grad_norms_ ? grad_norms_ : at::Tensor(); }
 
@@ -210,7 +207,6 @@ class AMP_EXT_API Plan {
     std::unique_ptr<bool[]> is_launched;         // [slots], set by the launch
   };
 
-  void swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights);
   void drop_slots();
   void take_norms(GradientOptions& options);
   at::Tensor take_step_applied(const std::vector<Batch>& batches);

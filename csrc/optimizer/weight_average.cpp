@@ -8,9 +8,10 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <exception>
 #include <unordered_map>
+#include <utility>
 
-#include "optimizer/plan.h"
 #include "tensors/autocast_cache.h"
 #include "tensors/tensor_memory.h"
 #include "tensors/to_device.h"
@@ -72,22 +73,7 @@ std::string name_of(const AveragedWeight& weight) {
   return c10::str("param of group ", weight.group, ", param ", weight.index_in_group);
 }
 
-}  // namespace
-
-const char* name_of(Averaging averaging) {
-  switch (averaging) {
-    case Averaging::kTake:
-      return "take_average";
-    case Averaging::kList:
-      return "list_average";
-    case Averaging::kRestart:
-      return "restart_average";
-    case Averaging::kSwapIn:
-      return "swap_average";
-  }
-  return nullptr;
-}
-
+// Returns an error text if the options are invalid; empty if they are valid.
 std::string wrong_in(const AverageOptions& options) {
   if (options.decay.has_value() && !(*options.decay >= 0.0 && *options.decay <= 1.0)) {
     return c10::str("decay must be from 0 to 1, got ", *options.decay);
@@ -102,6 +88,9 @@ std::string wrong_in(const AverageOptions& options) {
   return {};
 }
 
+// Launches one update of averages that are dense and all on one device. Float64 weights, and
+// weights whose layout differs from their averages', are copied first. An undefined `step_applied`
+// means that the step was applied.
 void launch_average(const std::vector<AveragedWeight>& weights,
                     const std::vector<at::Tensor>& averages, const AverageOptions& options,
                     const at::Tensor& counters, const at::Tensor& step_applied,
@@ -124,12 +113,10 @@ void launch_average(const std::vector<AveragedWeight>& weights,
   bump_version(counters);
 }
 
-namespace {
-
 // Returns the weights to average. An out-of-date master is corrected as the next step would correct
 // it. A state whose dtype or shape no longer fits the parameter is ignored.
-std::vector<AveragedWeight> weights_in(const ParamTable& params,
-                                       const Plan::MastersByParam& masters) {
+std::vector<AveragedWeight> weights_in(Plan& plan, const MastersByParam& masters) {
+  const ParamTable& params = plan.params();
   std::vector<AveragedWeight> weights;
   weights.reserve(params.slots().size());
   for (size_t i = 0; i < params.slots().size(); ++i) {
@@ -152,48 +139,6 @@ std::vector<AveragedWeight> weights_in(const ParamTable& params,
 }
 
 }  // namespace
-
-void Plan::check_before(Averaging averaging) const {
-  if (averaging == Averaging::kSwapIn) check_weights_are_in("WeightAverage.swap", is_swapped_in_);
-}
-
-void Plan::average(Averaging averaging, WeightAverages& averages, const MastersByParam& masters) {
-  switch (averaging) {
-    case Averaging::kTake:
-      return averages.take(weights_in(params_, masters), step_applied_, steps_);
-    case Averaging::kList:
-      return averages.list(weights_in(params_, masters));
-    case Averaging::kRestart:
-      return averages.restart(weights_in(params_, masters), steps_);
-    case Averaging::kSwapIn:
-      return swap_in(averages, weights_in(params_, masters));
-  }
-}
-
-void Plan::swap_in(WeightAverages& averages, const std::vector<AveragedWeight>& weights) {
-  averages.check_not_swapped("WeightAverage.swap");
-  try {
-    averages.swap_in(weights);
-    is_swapped_in_ = true;
-  } catch (...) {
-    params_.forget_writes(averages.swap_out().writes);
-    throw;
-  }
-}
-
-void Plan::swap_out(WeightAverages& averages) {
-  if (!averages.is_swapped()) return;
-  const SwapEnd end = averages.swap_out();
-  params_.forget_writes(end.writes);
-  is_swapped_in_ = false;
-  if (end.failure != nullptr) std::rethrow_exception(end.failure);
-}
-
-void check_weights_are_in(const std::string& operation, bool is_swapped) {
-  TORCH_CHECK(!is_swapped, operation,
-              ": the parameters hold their averages, because a WeightAverage.swap() is active. "
-              "Leave the swap first.");
-}
 
 WeightAverages::WeightAverages(AverageOptions options) : options_(std::move(options)) {
   const std::string wrong = wrong_in(options_);
@@ -223,12 +168,12 @@ WeightAverages::OfDevice& WeightAverages::on_device(std::vector<OfDevice>& devic
       OfDevice{device, at::zeros({2}, at::TensorOptions(device).dtype(at::kLong)), {}});
 }
 
-void WeightAverages::list(const std::vector<AveragedWeight>& weights) {
-  list(weights, /*begins_anew=*/false);
+void WeightAverages::list(Plan& plan, const MastersByParam& masters) {
+  list_weights(weights_in(plan, masters));
 }
 
 // If `begins_anew` is true, an average that no longer fits its weight is replaced by a new average.
-void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begins_anew) {
+void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bool begins_anew) {
   bool are_registered = weights.size() == averages_.size();
   for (size_t i = 0; are_registered && i < weights.size(); ++i) {
     are_registered = averages_[i].object == weights[i].object;
@@ -282,14 +227,16 @@ void WeightAverages::list(const std::vector<AveragedWeight>& weights, bool begin
   ++listings_;
 }
 
-void WeightAverages::take(const std::vector<AveragedWeight>& weights,
-                          const at::Tensor& step_applied, int64_t step) {
-  list(weights);
-  const bool is_new = last_step_.has_value() && *last_step_ != step;
-  last_step_ = step;
+void WeightAverages::take(Plan& plan, const MastersByParam& masters) {
+  const std::vector<AveragedWeight> weights = weights_in(plan, masters);
+  list_weights(weights);
+  const bool is_new = last_step_.has_value() && *last_step_ != plan.steps();
+  last_step_ = plan.steps();
   if (!is_new) return;
   begin_joined(weights);
-  if (step_applied.defined()) launch(devices_, weights, averages(), options_, step_applied);
+  if (plan.step_applied().defined()) {
+    launch(devices_, weights, averages(), options_, plan.step_applied());
+  }
 }
 
 void WeightAverages::launch(const std::vector<OfDevice>& devices,
@@ -339,29 +286,41 @@ void WeightAverages::begin_joined(const std::vector<AveragedWeight>& weights) {
   for (const int64_t index : indices) averages_[index].has_joined = false;
 }
 
-void WeightAverages::restart(const std::vector<AveragedWeight>& weights, int64_t step) {
+void WeightAverages::restart(Plan& plan, const MastersByParam& masters) {
   check_not_swapped("WeightAverage.restart");
-  list(weights, /*begins_anew=*/true);
+  const std::vector<AveragedWeight> weights = weights_in(plan, masters);
+  list_weights(weights, /*begins_anew=*/true);
   begin(weights, averages());
   for (Average& average : averages_) average.has_joined = false;
   for (const OfDevice& one : devices_) one.counters.zero_();
-  last_step_ = step;
+  last_step_ = plan.steps();
 }
 
-void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
-  const at::NoGradGuard no_grad;
-  list(weights);
-  std::vector<Replaced> replaced;  // everything that may fail happens before the first write
-  for (const AveragedWeight& weight : weights) {
-    const at::Tensor& param = weight.param;
-    replaced.push_back(
-        {param, param.detach().clone(), version_of(param), weight.object, name_of(weight)});
+void WeightAverages::swap_in(Plan& plan, const MastersByParam& masters) {
+  check_not_swapped("WeightAverage.swap");
+  const std::vector<AveragedWeight> weights = weights_in(plan, masters);
+  list_weights(weights);
+  try {
+    write_averages(weights);
+    plan.set_swapped_in(true);
+  } catch (...) {
+    swap_out(plan);
+    throw;
   }
+}
+
+// Saves the parameters and residuals, and overwrites them with the averages.
+void WeightAverages::write_averages(const std::vector<AveragedWeight>& weights) {
+  const at::NoGradGuard no_grad;
+  std::vector<Replaced> replaced;  // everything that may fail happens before the first write
+  const auto save = [&](const at::Tensor& tensor, const void* object, const std::string& name) {
+    replaced.push_back({tensor, tensor.detach().clone(), version_of(tensor), object, name});
+  };
+  for (const AveragedWeight& weight : weights) save(weight.param, weight.object, name_of(weight));
   for (const AveragedWeight& weight : weights) {
     const at::Tensor& residual = weight.master;
     if (!residual.defined() || residual.scalar_type() == at::kFloat) continue;
-    replaced.push_back(
-        {residual, residual.clone(), version_of(residual), nullptr, name_of(weight)});
+    save(residual, nullptr, name_of(weight));
   }
   replaced_ = std::move(replaced);
   is_swapped_ = true;
@@ -375,9 +334,10 @@ void WeightAverages::swap_in(const std::vector<AveragedWeight>& weights) {
   clear_autocast_cache();
 }
 
-SwapEnd WeightAverages::swap_out() {
+void WeightAverages::swap_out(Plan& plan) {
+  if (!is_swapped_) return;
   const at::NoGradGuard no_grad;
-  SwapEnd end;
+  std::exception_ptr failure;
   for (const Replaced& one : replaced_) {
     try {
       TORCH_CHECK(are_alike(one.tensor, one.saved), "WeightAverage.swap: ", one.name, " was ",
@@ -385,17 +345,20 @@ SwapEnd WeightAverages::swap_out() {
                   ", so it was not restored. Convert the model outside the swap.");
       one.tensor.copy_(one.saved);
     } catch (...) {
-      if (end.failure == nullptr) end.failure = std::current_exception();
+      if (failure == nullptr) failure = std::current_exception();
     }
   }
   // Reads versions after all writes, because views of one tensor share one version counter.
+  std::unordered_map<const void*, int64_t> writes;  // by parameter: how often the swap wrote it
   for (const Replaced& one : replaced_) {
-    if (one.object != nullptr) end.writes[one.object] = version_of(one.tensor) - one.version;
+    if (one.object != nullptr) writes[one.object] = version_of(one.tensor) - one.version;
   }
   replaced_.clear();
   is_swapped_ = false;
+  plan.params().forget_writes(writes);
+  plan.set_swapped_in(false);
   clear_autocast_cache();
-  return end;
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void WeightAverages::check_not_swapped(const std::string& operation) const {

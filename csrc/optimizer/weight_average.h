@@ -6,15 +6,14 @@
 #include <amp_ext/options.h>
 
 #include <cstdint>
-#include <exception>
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "devices/dispatch.h"
 #include "launches.h"
+#include "optimizer/plan.h"
 
 namespace amp_ext {
 
@@ -28,58 +27,35 @@ struct AveragedWeight {
   int64_t index_in_group;  // index of the parameter in the group
 };
 
-// Operations that Plan::average runs on the averages of an optimizer's weights.
-enum class Averaging { kTake, kList, kRestart, kSwapIn };
+// Masters that optimizers store, by the indices of their parameters.
+using MastersByParam = std::unordered_map<int64_t, at::Tensor>;
 
-// Returns the name of the operation for errors: "take_average", for example.
-AMP_EXT_API const char* name_of(Averaging averaging);
-
-// Returns an error text if the options are invalid; empty if they are valid.
-AMP_EXT_API std::string wrong_in(const AverageOptions& options);
-
-// Launches one update of averages that are dense and all on one device. Float64 weights, and
-// weights whose layout differs from their averages', are copied first. `counters` are those of
-// WeightAverages::counters(), and an undefined `step_applied` means that the step was applied.
-void launch_average(const std::vector<AveragedWeight>& weights,
-                    const std::vector<at::Tensor>& averages, const AverageOptions& options,
-                    const at::Tensor& counters, const at::Tensor& step_applied,
-                    StepScratch& scratch);
-
-// Throws an error that names `operation` if the parameters currently hold the averages.
-void check_weights_are_in(const std::string& operation, bool is_swapped);
-
-// Result of restoring the parameters after they held averages.
-struct SwapEnd {
-  std::unordered_map<const void*, int64_t> writes;  // by parameter: how often the swap wrote it
-  std::exception_ptr failure;  // first error; null if all parameters are restored exactly
-};
-
+// Averages of the weights of one optimizer. The operations take its plan, during an operation of
+// the plan, and the masters of parameters from params_without_state().
 class AMP_EXT_API WeightAverages {
  public:
   explicit WeightAverages(AverageOptions options);
 
-  // Keeps one average for each of `weights`, in this order. A new average starts at the present
-  // weight. Averages of other weights are dropped.
-  void list(const std::vector<AveragedWeight>& weights);
-  // Returns how often `list` has changed the list of weights.
+  // Keeps one average for each of the optimizer's parameters, in this order. A new average starts
+  // at the present weight. Averages of parameters that the optimizer no longer has are dropped.
+  void list(Plan& plan, const MastersByParam& masters);
+  // Returns how often the parameters have changed.
   int64_t listings() const { return listings_; }
 
-  // Adds the weights after step number `step` to the averages, at most once for each step. The
-  // first call adds nothing, because its step was taken before the averages existed. The average of
-  // a weight that was registered since the last step restarts at the present weight.
-  void take(const std::vector<AveragedWeight>& weights, const at::Tensor& step_applied,
-            int64_t step);
+  // Adds the weights after the last step to the averages, at most once for each step. The first
+  // call adds nothing, because its step was taken before the averages existed. The average of a
+  // weight that was registered since the last step restarts at the present weight.
+  void take(Plan& plan, const MastersByParam& masters);
 
-  // Restarts all averages at the present weights, after step number `step`. Averages whose weights
-  // still have the same dtype and shape keep their memory.
-  void restart(const std::vector<AveragedWeight>& weights, int64_t step);
+  // Restarts all averages at the present weights. Averages whose weights still have the same dtype
+  // and shape keep their memory.
+  void restart(Plan& plan, const MastersByParam& masters);
 
-  // Copies the averages into the parameters. After an error, some parameters may hold averages.
-  void swap_in(const std::vector<AveragedWeight>& weights);
+  // Copies the averages into the parameters, where they stay until swap_out().
+  void swap_in(Plan& plan, const MastersByParam& masters);
   // Restores the parameters if they hold averages. Every parameter that still has its dtype, shape
   // and device is restored, even if an error occurs at another parameter.
-  SwapEnd swap_out();
-  bool is_swapped() const { return is_swapped_; }
+  void swap_out(Plan& plan);
   // Throws an error that names `operation` if the parameters currently hold the averages.
   void check_not_swapped(const std::string& operation) const;
 
@@ -121,10 +97,11 @@ class AMP_EXT_API WeightAverages {
   static OfDevice& on_device(std::vector<OfDevice>& devices, const at::Device& device);
   static bool fits(const Average& average, const AveragedWeight& weight);
   void check(const Average& average, const AveragedWeight& weight) const;
-  void list(const std::vector<AveragedWeight>& weights, bool begins_anew);
+  void list_weights(const std::vector<AveragedWeight>& weights, bool begins_anew = false);
   void launch(const std::vector<OfDevice>& devices, const std::vector<AveragedWeight>& weights,
               const std::vector<at::Tensor>& averages, const AverageOptions& options,
               const at::Tensor& step_applied);
+  void write_averages(const std::vector<AveragedWeight>& weights);
   void begin(const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages);
   void begin_joined(const std::vector<AveragedWeight>& weights);
 
@@ -135,7 +112,10 @@ class AMP_EXT_API WeightAverages {
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
   int64_t listings_ = 0;
-  std::optional<int64_t> last_step_;  // step number of the last take() or restart(), if any
+  std::optional<int64_t> last_step_;  // Plan::steps() at the last take() or restart(), if any
 };
+
+// take(), list(), restart() or swap_in().
+using AverageMethod = void (WeightAverages::*)(Plan&, const MastersByParam&);
 
 }  // namespace amp_ext

@@ -193,20 +193,6 @@ void define_lists(py::module_& module) {
              py::arg("found_inf"), py::arg("first_nonfinite"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
-  module.def(
-      "average_weights_",
-      [](TensorList averages, TensorList params, at::Tensor counters,
-         OptionalTensorList master_params, OptionalTensor step_applied,
-         std::optional<std::vector<int64_t>> global_offsets, std::optional<double> decay,
-         int64_t every, bool warmup) {
-        average_weights_(
-            {std::move(averages), std::move(params), std::move(counters), std::move(master_params),
-             std::move(step_applied), std::move(global_offsets)},
-            {decay, every, warmup});
-      },
-      release_gil(), py::arg("averages"), py::arg("params"), py::arg("counters"),
-      py::arg("master_params"), py::arg("step_applied"), py::arg("global_offsets"),
-      py::arg("decay"), py::arg("every"), py::arg("warmup"));
   module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
   module.def("join_fp32", &join_fp32, release_gil(), py::arg("param"), py::arg("residual"));

@@ -16,6 +16,7 @@
 #include <variant>
 #include <vector>
 
+#include "optimizer/weight_average.h"
 #include "python/group_options.h"
 #include "python/module.h"
 #include "python/state_snapshot.h"
@@ -376,37 +377,27 @@ py::tuple read_inspection(const InspectedStep& inspected) {
   return py::make_tuple(found.skipped, params);
 }
 
-Averaging averaging_named(const std::string& name) {
-  for (const Averaging averaging :
-       {Averaging::kTake, Averaging::kList, Averaging::kRestart, Averaging::kSwapIn}) {
-    if (name == name_of(averaging)) return averaging;
-  }
-  throw py::value_error("average_weights: operation must be that of an average, got '" + name +
-                        "'");
-}
+const std::pair<const char*, AverageMethod> kAverageMethods[] = {
+    {"take_average", &WeightAverages::take},
+    {"list_average", &WeightAverages::list},
+    {"restart_average", &WeightAverages::restart},
+    {"swap_average", &WeightAverages::swap_in}};
 
-// Returns nullopt if the parameters must be registered again, and true after the operation.
+// Calls a method of the averages with an optimizer's present weights. Returns nullopt if the
+// parameters must be registered again, and true after the call.
 std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
-                            const py::object& optimizer, const std::string& name,
-                            WeightAverages& averages) {
-  const Averaging averaging = averaging_named(name);
-  mine.plan.check_before(averaging);
-  Operation operation(mine, step_plan, optimizer, name_of(averaging));
+                            const py::object& optimizer, const char* name, WeightAverages& averages,
+                            AverageMethod method) {
+  Operation operation(mine, step_plan, optimizer, name);
   if (!operation.is_current) return std::nullopt;
-  Plan::MastersByParam masters;
+  MastersByParam masters;
   const std::vector<int64_t> indices = mine.plan.params().params_without_state();
   if (!indices.empty()) {
-    masters =
-        py::cast<Plan::MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
+    masters = py::cast<MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
   }
   const py::gil_scoped_release release;
-  mine.plan.average(averaging, averages, masters);
+  (averages.*method)(mine.plan, masters);
   return true;
-}
-
-void swap_back(PlanOfPython& mine, WeightAverages& averages) {
-  const py::gil_scoped_release release;
-  mine.plan.swap_out(averages);
 }
 
 void define_averages(py::module_& module) {
@@ -435,8 +426,17 @@ void define_plan(py::module_& module) {
       .def("read", &read_inspection);
   define_averages(module);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
-  py::class_<PlanOfPython>(module, "Plan")
-      .def(py::init<std::string, std::shared_ptr<BoundDescription>, const PlanOfPython*,
+  py::class_<PlanOfPython> plan(module, "Plan");
+  for (const auto& [name, method] : kAverageMethods) {
+    plan.def(
+        name,
+        [name, method](PlanOfPython& self, const py::object& step_plan, const py::object& optimizer,
+                       WeightAverages& averages) {
+          return average(self, step_plan, optimizer, name, averages, method);
+        },
+        py::arg("step_plan"), py::arg("optimizer"), py::arg("averages"));
+  }
+  plan.def(py::init<std::string, std::shared_ptr<BoundDescription>, const PlanOfPython*,
                     std::string>(),
            py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
       .def("forget", &PlanOfPython::forget)
@@ -470,9 +470,13 @@ void define_plan(py::module_& module) {
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
-      .def("average", &average, py::arg("step_plan"), py::arg("optimizer"), py::arg("name"),
-           py::arg("averages"))
-      .def("swap_back", &swap_back, py::arg("averages"))
+      .def(
+          "swap_back",
+          [](PlanOfPython& mine, WeightAverages& averages) {
+            const py::gil_scoped_release release;
+            averages.swap_out(mine.plan);
+          },
+          py::arg("averages"))
       .def(
           "check_not_swapped_in",
           [](const PlanOfPython& self, const std::string& operation) {

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
+from harness.averages import SetWeights
 from harness.coded_lists import CODED_STEPS, encode
 from harness.edge_numbers import few_edge_cases
 from harness.edge_shapes import (
@@ -176,15 +177,16 @@ def all_sizes(dtype: torch.dtype, low_bits: int) -> Case:
 
 def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, decay: float) -> Case:
     def case(device: torch.device) -> Lists:
-        weights = numbers(F32, device, 0.1)
-        params = [weight.to(dtype) for weight in weights]
-        pairs = zip(params, weights, strict=True) if low_bits else ()
-        masters = [ops.split_fp32(*pair, low_bits) for pair in pairs] or None
-        averages = [each.to(average_dtype) for each in numbers(F32, device)]
-        counters = torch.tensor([2, 2], device=device)
+        masters = numbers(F32, device, 0.1)
+        weights = SetWeights(
+            [each.to(dtype) for each in masters], decay, low_bits, dtype=average_dtype
+        )
+        if low_bits:
+            weights.set_masters(masters)
+        weights.load([each.to(average_dtype) for each in numbers(F32, device)], 2)
         for _ in range(2):
-            ops.average_weights_(averages, params, counters, decay=decay, master_params=masters)
-        return {"averages": averages}
+            weights.take()
+        return {"averages": weights.average.averages}
 
     return case
 

@@ -77,7 +77,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     **{operation: call_of_step(operation) for operation in BUFFERS},
     "refresh_masters_": ((tensors(F16), tensors()), {}),
-    "average_weights_": ((tensors(), tensors(), torch.zeros(2, dtype=torch.int64)), {}),
 }
 # What else they may be given.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,7 +87,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "unscale_": {"first_nonfinite": number(9, torch.int64)},
     "update_scale_": {"hysteresis": 2, "hysteresis_tracker": number(1, torch.int32)},
-    "average_weights_": {"step_applied": number(1.0), "decay": 0.9},
 }
 
 

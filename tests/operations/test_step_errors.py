@@ -332,12 +332,6 @@ TWO_ROWS = "of sizes [2, 32], got"
 ROWS_OF_GROUPS = "must have rows of a multiple of 32 elements, dimension 0 outermost, got sizes"
 A_MASTER = "master_params[0] must be"
 KINDS = f"{A_MASTER} Float, Byte or Char, got"
-COUNTERS = torch.zeros(2, dtype=torch.int64)
-AVERAGE = {"averages": [torch.zeros(4)], "params": [ONE], "counters": COUNTERS}
-
-
-def average(text: str, **change: Any) -> tuple[Callable[[], Any], str]:
-    return partial(ops.average_weights_, **AVERAGE | change), text
 
 
 def sgd(text: str, param: Tensor, **more: Any) -> tuple[Callable[[], Any], str]:
@@ -401,23 +395,6 @@ WRONG_CALLS = [
         ONES.clone(),
         exponents=[FLAT[:2]],
     ),
-    average("decay must be from 0 to 1, got 1.5", decay=1.5),
-    average("decay must be from 0 to 1, got nan", decay=NAN),
-    average("must be False where every weight counts the same", decay=None, warmup=True),
-    average("every must be at least 1, got 0", every=0),
-    average("must be two neighbouring Long elements, got Float", counters=torch.zeros(2)),
-    average("got Long of sizes [3]", counters=torch.zeros(3, dtype=torch.int64)),
-    average("step_applied must be", step_applied=torch.ones(1, dtype=F64)),
-    average("averages must have 1", averages=[]),
-    average("averages[0] must be Float or BFloat16", averages=[ONE.half()]),
-    average("dense", averages=[torch.ones(8)[::2]]),
-    average("got Float of sizes [3]", averages=[ONES]),
-    average("params[0] must be Float,", params=[ONE.long()]),
-    average("share", averages=[ONE]),
-    average("params[0] must be Half or BFloat16 beside a master", master_params=[ONE]),
-    average(f"{A_MASTER} of", params=[ONE.half()], master_params=[ONES]),
-    average(A_MASTER, params=[ONE.half()], master_params=[ONE.double()]),
-    average("global_offsets must have 1 numbers, got 2", global_offsets=[1, 2]),
 ]
 
 

@@ -53,10 +53,6 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
 // their master weights. A master weight that already rounds to its parameter stays unchanged.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
 
-// Updates the averages of weights and their two counters after a step, unless the step was skipped.
-// The first average is a copy of the weights. Averages in bfloat16 are dithered.
-AMP_EXT_API void average_weights_(const AverageLists& lists, AverageOptions options = {});
-
 // Returns the residual of a split master weight: the part of the float32 `master` that the 16-bit
 // `param` does not hold. If `low_bits` is 16, the residual has two uint8 per element, in an extra
 // last dimension; if it is 8, one uint8 per element. If `master` does not round to `param`, the

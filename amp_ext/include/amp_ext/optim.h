@@ -10,19 +10,20 @@
 #include <amp_ext/options.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
 
 namespace amp_ext {
-class WeightAverages;
-enum class Averaging;
+class Plan;
 }  // namespace amp_ext
 
 namespace amp_ext::optim {
@@ -386,9 +387,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                     const std::vector<ParamRef>& params) const;
   bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
-  void track_step_applied();
-  void average(Averaging averaging, WeightAverages& averages);
-  void swap_back(WeightAverages& averages);
+  void average(
+      const char* name,
+      const std::function<void(Plan&, const std::unordered_map<int64_t, at::Tensor>&)>& call);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
   std::shared_ptr<Impl> impl_;  // null after a move

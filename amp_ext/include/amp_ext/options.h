@@ -63,16 +63,6 @@ struct AMP_EXT_API AverageOptions {
   at::ScalarType dtype = at::kFloat;
 };
 
-// Tensors of one update of averages. Every list has one entry per parameter.
-struct AMP_EXT_API AverageLists {
-  TensorList averages;               // float32 or bfloat16
-  TensorList params;                 // weights to average
-  at::Tensor counters;               // two int64: number of applied steps, number of averages
-  OptionalTensorList master_params;  // float32 master weights, or residuals of split master weights
-  OptionalTensor step_applied;       // one float32; if 0 (skipped step), nothing is written
-  std::optional<std::vector<int64_t>> global_offsets;  // see StepLists::global_offsets
-};
-
 // Names that the error messages of a step use for the operation and for its lists of buffers.
 struct AMP_EXT_API StepNames {
   std::string operation;
