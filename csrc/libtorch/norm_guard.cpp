@@ -95,7 +95,7 @@ void FusedOptimizer::norm_guard(std::shared_ptr<NormGuard> guard) {
     guard->optimizer_ = identity();
   }
   if (impl.norm_guard != nullptr && impl.norm_guard != guard) impl.norm_guard->optimizer_.reset();
-  impl.plan->set_guard(guard != nullptr ? guard->statistics_ : nullptr);
+  impl.plan->outputs().set_guard(guard != nullptr ? guard->statistics_ : nullptr);
   impl.norm_guard = std::move(guard);
 }
 

@@ -12,6 +12,7 @@
 
 #include "libtorch/optimizer_class.h"
 #include "libtorch/values.h"
+#include "optimizer/inspection.h"
 #include "optimizer/plan.h"
 #include "optimizer/states.h"
 #include "tensors/python_names.h"

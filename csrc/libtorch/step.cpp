@@ -43,17 +43,17 @@ struct FusedOptimizer::Operation {
   bool take_params() {
     if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.params().is_for(specs))
       return false;
-    int64_t number = 0, group_index = 0;
+    size_t number = 0;
+    int64_t group_index = 0;
     for (const auto& group : optimizer.param_groups_) {
       for (const at::Tensor& param : group.params()) {
-        const void* const object = param.defined() ? param.unsafeGetTensorImpl() : nullptr;
-        if (!plan.params().is_param(number, group_index, object)) return false;
-        if (!plan.params().take_param(number, param)) return false;
-        ++number;
+        const void* const object = param.unsafeGetTensorImpl();
+        if (!param.defined() || !plan.params().take_param(number++, group_index, object, param))
+          return false;
       }
       ++group_index;
     }
-    return number == plan.params().number_of_params();
+    return number == plan.params().slots().size();
   }
 
   GradientOptions options(const at::Tensor& grad_scale, const at::Tensor& found_inf) const {
@@ -69,8 +69,7 @@ struct FusedOptimizer::Operation {
   MastersByParam masters() const {
     MastersByParam masters;
     for (const int64_t index : plan.params().params_without_state()) {
-      const auto [group, index_in_group] = plan.params().place_of(index);
-      const at::Tensor& param = optimizer.param_groups_[group].params()[index_in_group];
+      const at::Tensor& param = plan.params().slots()[index].param();
       const FusedParamState* const state = optimizer.state_of(param);
       if (state != nullptr) masters[index] = existing_master(param, masters_in(state->tensors_));
     }
@@ -102,9 +101,9 @@ class FusedOptimizer::Store : public StateStore {
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
     params_.clear();  // a trial step calls make() once for each parameter
     for (const int64_t number : indices) {
-      const auto [group, index] = optimizer_.impl_->plan->params().place_of(number);
-      const at::Tensor& param = optimizer_.param_groups_[group].params()[index];
-      params_.push_back({param, param, static_cast<size_t>(group), static_cast<size_t>(index)});
+      const ParamSlot& slot = optimizer_.impl_->plan->params().slots()[number];
+      params_.push_back({slot.param(), slot.param(), static_cast<size_t>(slot.group),
+                         static_cast<size_t>(slot.index_in_group)});
     }
     made_ = optimizer_.init_states(specs_, params_);
     std::vector<ParamState> states;
@@ -148,15 +147,16 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
   GradientOptions options = operation.options(grad_scale, found_inf);
-  if (const auto index = operation.plan.find_uncounted_write(); index.has_value()) {
-    const auto [group, index_in_group] = operation.plan.params().place_of(*index);
-    TORCH_WARN(
-        operation.plan.warning_of_write(c10::str("group ", group, ", param ", index_in_group)));
+  const ParamTable& params = operation.plan.params();
+  if (const auto index = operation.plan.last_step().find_uncounted_write(params)) {
+    const ParamSlot& slot = params.slots()[*index];
+    TORCH_WARN(warning_of_write(params.operation(), place(slot.group, slot.index_in_group)));
   }
   std::optional<InspectedStep> inspected;
-  if (impl_->inspects_next && operation.plan.params().has_grads()) {
+  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
+  if (impl_->inspects_next && std::any_of(params.slots().begin(), params.slots().end(), has_grad)) {
     Store store(*this, operation.specs);
-    inspected = operation.plan.inspect(operation.table, options, store);
+    inspected = inspect_step(operation.plan, operation.table, options, store);
   }
   try {
     Store store(*this, operation.specs);
@@ -188,18 +188,18 @@ std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& fou
 
 Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   Operation operation(*this, "inspect");
-  operation.plan.check_is_before_step();
+  operation.plan.last_step().check_is_before_step(operation.plan.params());
   GradientOptions options = operation.options(grad_scale, found_inf);
   if (grad_scale.defined() && !found_inf.defined()) {
     at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
     for (const GradScanResult& result :
-         operation.plan.scan_without_recording(grad_scale, operation.shared)) {
+         amp_ext::scan_without_recording(operation.plan, grad_scale, operation.shared)) {
       flag = flag + to_device(result.found_inf, flag.device());
     }
     options.found_inf = flag;
   }
   Store store(*this, operation.specs);
-  return operation.plan.inspect(operation.table, std::move(options), store).read();
+  return inspect_step(operation.plan, operation.table, std::move(options), store).read();
 }
 
 void FusedOptimizer::inspect_next() { checked("inspect_next").inspects_next = true; }
@@ -215,12 +215,16 @@ void FusedOptimizer::average(const char* name,
   call(operation.plan, operation.masters());
 }
 
-at::Tensor FusedOptimizer::grad_norm() const { return checked("grad_norm").plan->grad_norm(); }
+at::Tensor FusedOptimizer::grad_norm() const {
+  return checked("grad_norm").plan->outputs().grad_norm();
+}
 
-at::Tensor FusedOptimizer::grad_norms() const { return checked("grad_norms").plan->grad_norms(); }
+at::Tensor FusedOptimizer::grad_norms() const {
+  return checked("grad_norms").plan->outputs().grad_norms();
+}
 
 bool FusedOptimizer::track_grad_norms() const {
-  return checked("track_grad_norms").plan->tracks_grad_norms();
+  return checked("track_grad_norms").plan->outputs().tracks_grad_norms();
 }
 
 void FusedOptimizer::track_grad_norms(bool track) {

@@ -56,7 +56,7 @@ struct WeightAverage::Impl {
 WeightAverage::WeightAverage(FusedOptimizer& optimizer, AverageOptions options)
     : impl_(new Impl{optimizer, WeightAverages(std::move(options)), {}}) {
   update();
-  impl_->plan().track_step_applied();
+  impl_->plan().outputs().track_step_applied();
 }
 
 WeightAverage::~WeightAverage() = default;

@@ -11,7 +11,7 @@
 
 #include "devices/dispatch.h"
 #include "launches.h"
-#include "optimizer/plan.h"
+#include "optimizer/param_slot.h"
 #include "scaler/loss_scale.h"
 #include "tensors/tensor_memory.h"
 

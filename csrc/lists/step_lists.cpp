@@ -1,4 +1,5 @@
-// One optimizer step over lists of tensors, with a Plan that is created for this step alone.
+// One optimizer step over lists of tensors, with a table of slots for this step alone.
+#include <ATen/core/grad_mode.h>
 #include <amp_ext/ops.h>
 
 #include <string>
@@ -6,39 +7,63 @@
 #include <vector>
 
 #include "kernels.h"
-#include "optimizer/plan.h"
+#include "optimizer/grad_scan.h"
+#include "optimizer/param_table.h"
+#include "optimizer/step.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
 
 namespace {
 
-// A StateStore that takes the states of a step from the lists that the caller passed.
-class StatesInLists : public StateStore {
- public:
-  StatesInLists(const StepLists& lists, const std::vector<const TensorList*>& buffers)
-      : lists_(lists), buffers_(buffers) {}
-
-  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    std::vector<ParamState> states(indices.size());
-    for (size_t i = 0; i < indices.size(); ++i) {
-      const int64_t index = indices[i];
-      ParamState& state = states[i];
-      for (const TensorList* list : buffers_) state.buffers.push_back((*list)[index]);
-      if (lists_.steps.has_value()) state.step = (*lists_.steps)[index];
-      if (lists_.master_params.has_value()) state.master_param = (*lists_.master_params)[index];
-      if (lists_.exponents.has_value() && (*lists_.exponents)[index].numel() > 0) {
-        state.exponents = (*lists_.exponents)[index];
-      }
-    }
-    return states;
+// Fills the slots of a table with the tensors of the lists. `buffers` are the given lists of
+// buffers.
+void fill_slots(ParamTable& table, const StepLists& lists,
+                const std::vector<const TensorList*>& buffers) {
+  std::vector<ParamTable::Param> registered;
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    const int64_t global_offset = lists.global_offsets.has_value() ? (*lists.global_offsets)[i] : 0;
+    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, global_offset});
   }
-  void keep() override {}
+  table.register_params({}, registered);
+  for (size_t i = 0; i < registered.size(); ++i) {
+    ParamSlot& slot = table.slots()[i];
+    slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(lists.params[i]);
+    slot.owned[kGrad] = lists.grads[i];
+    ParamState state;
+    for (const TensorList* list : buffers) state.buffers.push_back((*list)[i]);
+    if (lists.steps.has_value()) state.step = (*lists.steps)[i];
+    if (lists.master_params.has_value()) state.master_param = (*lists.master_params)[i];
+    if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
+      state.exponents = (*lists.exponents)[i];
+    }
+    table.set_state(static_cast<int64_t>(i), std::move(state));
+  }
+}
 
- private:
-  const StepLists& lists_;
-  const std::vector<const TensorList*>& buffers_;
-};
+// Steps all slots once. Nothing has been written if an error occurs before the first launch.
+void step_once(ParamTable& params, GroupTable& table, GradientOptions options) {
+  const at::NoGradGuard no_grad;
+  check_options(params.operation(), table, options);
+  params.check_for_step(params.slots(), table, /*allows_scaled_grads=*/true);
+  const StepNorms norms =
+      norms_of_step({options.max_grad_norm}, {options.sum_of_squares.has_value()}, {}, false);
+  StepScratch scratch;
+  GradScans().take(params, options, norms, scratch).add_to(options, norms);
+  const std::vector<StepBatch> batches = prepare_step(
+      params.checks(), params.slots(), table, {std::move(options), norms.reads_total}, scratch);
+  StepOutcome outcome;
+  try {
+    launch_step(batches, table, scratch, outcome);
+  } catch (c10::Error& error) {
+    if (!outcome.text().empty()) {
+      error.add_context(
+          c10::str(params.operation(), ": the step failed after updating ", outcome.text(),
+                   ". Restore the parameters and their states before the next step."));
+    }
+    throw;
+  }
+}
 
 }  // namespace
 
@@ -77,30 +102,20 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
   if (gradient_options.grad_norm.has_value()) {
     check_number(operation, "grad_norm", *gradient_options.grad_norm, at::kFloat, device);
   }
-  std::vector<ParamTable::Param> registered;
   for (size_t i = 0; i < params.size(); ++i) {
     check_is_plain(operation, c10::str("params[", i, "]"), params[i]);
     check_is_plain(operation, c10::str("grads[", i, "]"), lists.grads[i]);
     TORCH_CHECK(params[i].device() == device, operation, ": params[", i, "] must be on ", device,
                 ", got ", params[i].device());
-    const int64_t global_offset = lists.global_offsets.has_value() ? (*lists.global_offsets)[i] : 0;
+    if (!lists.global_offsets.has_value()) continue;
+    const int64_t global_offset = (*lists.global_offsets)[i];
     TORCH_CHECK(global_offset >= 0, operation, ": global_offsets[", i, "] must be at least 0, got ",
                 global_offset);
-    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, global_offset});
   }
-  Plan plan(operation, names.buffers);
-  plan.register_params({}, registered);
-  for (size_t i = 0; i < params.size(); ++i) plan.params().take_param(i, params[i], lists.grads[i]);
+  ParamTable slots({operation, names.buffers, Naming::kLists});
+  fill_slots(slots, lists, buffers);
   GroupTable table = GroupTable::of(std::vector<Group<Hyperparameters>>{options});
-  StatesInLists store(lists, buffers);
-  try {
-    plan.step(table, gradient_options, store);
-  } catch (c10::Error& error) {
-    if (!plan.failure().empty()) {
-      error.add_context(c10::str(operation, ": ", plan.note_of_failure()));
-    }
-    throw;
-  }
+  step_once(slots, table, gradient_options);
 }
 
 #define AMP_EXT_INSTANTIATE(Functor)                                            \

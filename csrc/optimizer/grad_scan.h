@@ -2,13 +2,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
 #include <amp_ext/options.h>
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "devices/dispatch.h"
 #include "launches.h"
+#include "optimizer/param_table.h"
 
 namespace amp_ext {
 
@@ -27,6 +30,7 @@ struct GradScanResult {
 struct GradScan {
   GradScanResult result;
   std::vector<KernelTensorArgs> all_args;
+  std::vector<at::Tensor> contiguous_copies;  // of gradients with gaps in memory
 };
 
 // The source of the sums of squares from which a step computes a norm. A given sum comes first,
@@ -69,9 +73,57 @@ struct StepNorms {
 StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
                         const KnownSums& scanned, bool is_partitioned);
 
-// Returns the sum of squares of all gradients, as one float64 that is on `device`: the sum in the
-// options, or the sum over the scans of all devices; undefined if there is neither.
-at::Tensor sum_of_squares_on(const at::Device& device, const GradientOptions& options,
-                             const std::vector<GradScan>& scans);
+// Inputs of a scan of the gradients.
+struct GradScanInputs {
+  OptionalTensor found_inf;             // the flag before the scan; nullopt stands for 0
+  OptionalTensor grad_scale;            // the scale that the gradients carry, if any
+  bool skip_nonfinite = false;          // leave elements that are inf or NaN out of the sums
+  bool sums_squares = false;            // compute GradScanResult::sum_of_squares
+  bool sums_squares_of_params = false;  // compute GradScanResult::squares_of_params
+};
+
+// Scans all gradients of a table. The results have no first_nonfinite.
+std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,
+                                     StepScratch& scratch);
+
+// The scans that a step uses.
+struct ScansOfStep {
+  std::vector<GradScan> scans;
+  bool are_new = false;  // whether the step itself scanned the gradients
+
+  // Adds the sums of squares to the options of the step if it wants their sum, and also the flags,
+  // unless the given found_inf already includes them.
+  void add_to(GradientOptions& options, const StepNorms& norms) const;
+};
+
+// The scans of an optimizer's gradients. The next step uses their results if no gradient changes.
+class AMP_EXT_API GradScans {
+ public:
+  // Scans all gradients for inf and NaN. Returns one result for each device and partition. Its
+  // found_inf is a copy of the given flag, set to 1 if inf or NaN was found. Its first_nonfinite
+  // belongs to this object: scans lower it, the update of the loss scale resets it. With shards the
+  // results cover only this rank: the caller combines them over the ranks and passes found_inf and
+  // sums of squares to the step.
+  std::vector<GradScanResult> scan(ParamTable& params, const GradScanInputs& inputs,
+                                   StepScratch& scratch);
+
+  // Returns the scans that a step uses, and forgets them: those of scan(), or new ones if it lacks
+  // sums, or if it uses what scan() found and a gradient has changed since.
+  ScansOfStep take(ParamTable& params, const GradientOptions& options, const StepNorms& norms,
+                   StepScratch& scratch);
+
+  // Returns which sums the last scan has.
+  KnownSums sums() const;
+
+  // Forgets the last scan. reset() also drops the tensors of first_nonfinite.
+  void forget() { scans_.clear(); }
+  void reset() { *this = {}; }
+
+ private:
+  at::Tensor first_nonfinite_on(const at::Device& device);
+
+  std::vector<GradScan> scans_;
+  std::vector<at::Tensor> first_nonfinites_;  // GradScanResult::first_nonfinite of each device
+};
 
 }  // namespace amp_ext

@@ -2,6 +2,7 @@
 #include "optimizer/inspection.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
@@ -13,7 +14,6 @@
 
 #include "optimizer/masters.h"
 #include "optimizer/moments.h"
-#include "optimizer/plan.h"
 #include "optimizer/scalars.h"
 
 namespace amp_ext {
@@ -22,13 +22,6 @@ namespace {
 
 // Number of elements that are converted to float64 and measured at a time.
 constexpr int64_t kMeasuredAtOnce = int64_t{1} << 20;
-
-// A StateStore that discards everything: a trial step works on copies.
-class NoStore : public StateStore {
- public:
-  std::vector<ParamState> make(const std::vector<int64_t>&) override { return {}; }
-  void keep() override {}
-};
 
 // Returns a copy with the memory order in which a step visits the elements of the original.
 at::Tensor copy_of(const at::Tensor& tensor) {
@@ -127,96 +120,100 @@ void measure_moments(const ParamSlotChecks& checks, const ParamSlot& slot, const
   }
 }
 
-}  // namespace
-
-// Makes this plan scan and step like `plan`, without changing `plan`.
-void Plan::become_trial_of(const Plan& plan) {
-  params_ = ParamTable(plan.params_.checks());
-  params_.replace_slots(plan.params_.slots());
-  scans_ = plan.scans_;
-  guard_ = plan.guard_;
-  counts_norms_ = false;
-  track_step_applied();
+// Returns a table with copies of all slots, in which scans and trials of steps note what they see.
+ParamTable copy_of(const ParamTable& params) {
+  ParamTable copy(params.checks());
+  copy.replace_slots(params.slots());
+  return copy;
 }
 
-std::vector<GradScanResult> Plan::scan_without_recording(
-    const OptionalTensor& grad_scale, const optim::ClippingOptions& options) const {
-  const OutsideInferenceMode normal;
-  Plan trial(params_.operation());
-  trial.become_trial_of(*this);
-  trial.tracks_grad_norms_ = tracks_grad_norms_;  // ranks also sum these norms, as in a real scan
-  std::vector<GradScanResult> results;
-  for (GradScan& scan : trial.scan_grads({}, grad_scale, options)) results.push_back(scan.result);
-  return results;
-}
-
-void Plan::check_is_before_step() const {
-  TORCH_CHECK(params_.has_grads(), params_.operation(),
-              ".inspect: there are no gradients to inspect. Call inspect() after backward() and "
-              "before step(), or call inspect_next() at any time.");
-  TORCH_CHECK(params_.has_new_grads(), params_.operation(),
-              ".inspect: the last step has already used these gradients. Call inspect() after "
-              "backward() and before step(), or call inspect_next() at any time.");
-}
-
-InspectedStep Plan::inspect(GroupTable& table, GradientOptions options, StateStore& store) const {
-  const OutsideInferenceMode normal;
-  Plan trial(params_.operation());
-  trial.become_trial_of(*this);
-  trial.params_.describe(table.buffers);
-  trial.check_groups(table, options.max_grad_norm);
-  trial.check_inputs(options);
-  bool freshly_scanned = false;
-  const std::vector<GradScan> scans =
-      trial.scans_for_step(options, /*has_squares_of_params=*/false, freshly_scanned);
-  const at::Device device =
-      params_.slots().empty() ? at::Device(at::kCPU) : params_.slots().front().param().device();
-  for (const GradScan& scan : scans) {
-    if (!freshly_scanned || !options.found_inf.has_value()) break;
-    options.found_inf =
-        to_device(*options.found_inf, device) + to_device(scan.result.found_inf, device);
-  }
-  if (norms(options.max_grad_norm).reads_total && !scans.empty()) {
-    options.sum_of_squares = sum_of_squares_on(device, options, scans);
-  }
-  InspectedStep found;
-  found.sums = at::full({params_.number_of_params(), kInspectedSums}, std::nan(""),
-                        at::TensorOptions(device).dtype(at::kDouble));
-  for (int64_t i = 0; i < params_.number_of_params(); ++i) {
-    const ParamSlot& slot = params_.slots()[i];
-    const optim::StateSpec& spec = params_.spec_of(slot);
-    const std::string master =
-        optim::key_of_master(spec.master_weights, slot.param().scalar_type());
-    found.params.push_back({slot.group, slot.index_in_group, !master.empty(), spec.names()});
-    if (slot.has_grad()) trial.try_slot(slot, i, table, options, store, found.sums[i]);
-  }
-  found.skipped = trial.step_applied().defined()
-                      ? to_device(trial.step_applied(), device).eq(0)
-                      : at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
-  return found;
-}
-
-// Takes a step with copies of one parameter's tensors, and measures it.
-void Plan::try_slot(const ParamSlot& slot, int64_t index, GroupTable& table,
-                    const GradientOptions& options, StateStore& store, const at::Tensor& sums) {
-  params_.replace_slots({slot});
-  scans_.clear();
-  if (slot.lacks_state()) params_.set_state(0, std::move(store.make({index}).at(0)));
-  const ParamSlot before = params_.slots()[0];
-  params_.checks().check_grad(before);
-  params_.checks().check_tensors(before);
-  params_.slots()[0] = with_copies(before, table.groups[slot.group].common->write_back_grads);
+// Takes a step with copies of one parameter's tensors, and measures it. Returns whether the step
+// was applied, as one float32 on the parameter's device. `trial` is a table of its own.
+at::Tensor try_slot(ParamTable& trial, const ParamSlot& slot, int64_t index, GroupTable& table,
+                    const StepInputs& inputs, StateStore& store, const at::Tensor& sums) {
+  trial.replace_slots({slot});
+  if (slot.lacks_state()) trial.set_state(0, std::move(store.make({index}).at(0)));
+  const ParamSlot before = trial.slots()[0];
+  trial.checks().check_grad(before);
+  trial.checks().check_tensors(before);
+  ParamSlot& after = trial.slots()[0];
+  after = with_copies(before, table.groups[slot.group].common->write_back_grads);
+  const GradientOptions& options = inputs.gradients;
+  trial.check_for_step(after, table,
+                       options.grad_scale.has_value() || options.found_inf.has_value());
+  StepScratch scratch;
+  std::vector<StepBatch> batches = prepare_step(trial.checks(), after, table, inputs, scratch);
+  const at::Tensor applied =
+      at::zeros({}, at::TensorOptions(slot.param().device()).dtype(at::kFloat));
+  batches.front().step_applied = applied.mutable_data_ptr<float>();
   at::Tensor weight = decoded(before);
-  NoStore nothing;
-  step(table, options, nothing);
-  const ParamSlot& after = params_.slots()[0];
+  StepOutcome outcome;
+  launch_step(batches, table, scratch, outcome);
   // A step first replaces a master that is out of date, so the update starts from the new master.
   if (after.refreshed_master.defined()) weight = after.refreshed_master;
   const at::Tensor measured = at::zeros({kInspectedSums}, sums.options().device(weight.device()));
   measure(before, weight, after, measured);
-  measure_moments(params_.checks(), after, measured);
+  measure_moments(trial.checks(), after, measured);
   sums.copy_(measured, /*non_blocking=*/true);
-  params_.replace_slots({});
+  return applied;
+}
+
+}  // namespace
+
+std::vector<GradScanResult> scan_without_recording(const Plan& plan,
+                                                   const OptionalTensor& grad_scale,
+                                                   const optim::ClippingOptions& options) {
+  const OutsideInferenceMode normal;
+  ParamTable params = copy_of(plan.params());
+  const StepNorms norms = plan.norms(options.max_grad_norm);
+  StepScratch scratch;
+  std::vector<GradScanResult> results;
+  for (GradScan& scan : scan_gradients(
+           params,
+           {{}, grad_scale, options.skip_nonfinite, norms.wants_total(), norms.wants_each()},
+           scratch)) {
+    results.push_back(std::move(scan.result));
+  }
+  return results;
+}
+
+InspectedStep inspect_step(const Plan& plan, GroupTable& table, GradientOptions options,
+                           StateStore& store) {
+  const at::NoGradGuard no_grad;
+  const OutsideInferenceMode normal;
+  check_options(plan.params().operation(), table, options);
+  StepNorms norms = plan.norms(options.max_grad_norm, {options.sum_of_squares.has_value(), false});
+  norms.each = NormSource::kNone;  // the norms that a step only reports are not inspected
+  if (!norms.reads_total) norms.total = NormSource::kNone;
+  {
+    ParamTable params = copy_of(plan.params());
+    GradScans scans = plan.scans();
+    StepScratch scratch;
+    scans.take(params, options, norms, scratch).add_to(options, norms);
+  }
+  const StepInputs inputs{std::move(options), norms.reads_total, plan.outputs().guard()};
+  const std::vector<ParamSlot>& slots = plan.params().slots();
+  const at::Device device = slots.empty() ? at::Device(at::kCPU) : slots.front().param().device();
+  InspectedStep found;
+  found.sums = at::full({static_cast<int64_t>(slots.size()), kInspectedSums}, std::nan(""),
+                        at::TensorOptions(device).dtype(at::kDouble));
+  found.skipped = at::zeros({}, at::TensorOptions(device).dtype(at::kBool));
+  ParamSlotChecks checks = plan.params().checks();
+  checks.described = table.buffers;
+  ParamTable trial(std::move(checks));
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const ParamSlot& slot = slots[i];
+    const optim::StateSpec& spec = plan.params().spec_of(slot);
+    const std::string master =
+        optim::key_of_master(spec.master_weights, slot.param().scalar_type());
+    found.params.push_back({slot.group, slot.index_in_group, !master.empty(), spec.names()});
+    if (!slot.has_grad()) continue;
+    const auto index = static_cast<int64_t>(i);
+    const at::Tensor applied =
+        try_slot(trial, slot, index, table, inputs, store, found.sums[index]);
+    found.skipped = to_device(applied, device).eq(0);
+  }
+  return found;
 }
 
 optim::Inspection InspectedStep::read() const {

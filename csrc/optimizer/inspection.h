@@ -4,12 +4,14 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/inspection.h>
+#include <amp_ext/options.h>
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "optimizer/plan.h"
 
 namespace amp_ext {
 
@@ -42,5 +44,16 @@ struct AMP_EXT_API InspectedStep {
 
   optim::Inspection read() const;
 };
+
+// Returns what Plan::step() would do, by stepping copies of one parameter at a time. Changes no
+// tensor and only calls make() of the store. Throws the errors of a step, except for memory that is
+// shared between parameters.
+AMP_EXT_API InspectedStep inspect_step(const Plan& plan, GroupTable& table, GradientOptions options,
+                                       StateStore& store);
+
+// Scans like Plan::scan(), starting from a found_inf of 0, but stores nothing for the next step or
+// for an update of the loss scale.
+AMP_EXT_API std::vector<GradScanResult> scan_without_recording(
+    const Plan& plan, const OptionalTensor& grad_scale, const optim::ClippingOptions& options);
 
 }  // namespace amp_ext

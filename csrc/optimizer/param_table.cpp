@@ -17,10 +17,28 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
   slots_.reserve(params.size());
   has_shards_ = is_partitioned_ = false;
   for (const Param& param : params) {
-    add_slot(param);
-    has_shards_ |= param.partition.has_value();
-    is_partitioned_ |= param.partition.value_or(0) != 0;
+    ParamSlot& slot = slots_.emplace_back();
+    slot.group = param.group;
+    slot.index_in_group = param.index_in_group;
+    slot.object = param.object;
+    slot.is_sharded = param.partition.has_value();
+    slot.partition = param.partition.value_or(0);
+    slot.global_offset = slot.args.global_offset = param.global_offset;
+    has_shards_ |= slot.is_sharded;
+    is_partitioned_ |= slot.partition != 0;
+    const auto rounded = rounded_params_.find(slot.object);
+    if (rounded != rounded_params_.end()) {
+      slot.param_of_master = rounded->second.param;
+      slot.fingerprints[kParam] = rounded->second.fingerprint;
+    }
+    const auto scaled = scaled_grads_.find(slot.object);
+    if (scaled != scaled_grads_.end()) {
+      slot.seen_grad = scaled->second.grad;
+      slot.seen_grad_data = scaled->second.data;
+      slot.seen_grad_is_scaled = true;
+    }
   }
+  memory_is_checked_ = false;
 }
 
 void ParamTable::drop_slots() {
@@ -30,28 +48,6 @@ void ParamTable::drop_slots() {
   slots_.clear();
   is_partitioned_ = false;
   written_storages_.clear();
-}
-
-void ParamTable::add_slot(const Param& param) {
-  ParamSlot& slot = slots_.emplace_back();
-  slot.group = param.group;
-  slot.index_in_group = param.index_in_group;
-  slot.object = param.object;
-  slot.is_sharded = param.partition.has_value();
-  slot.partition = param.partition.value_or(0);
-  slot.global_offset = slot.args.global_offset = param.global_offset;
-  const auto rounded = rounded_params_.find(slot.object);
-  if (rounded != rounded_params_.end()) {
-    slot.param_of_master = rounded->second.param;
-    slot.fingerprints[kParam] = rounded->second.fingerprint;
-  }
-  const auto scaled = scaled_grads_.find(slot.object);
-  if (scaled != scaled_grads_.end()) {
-    slot.seen_grad = scaled->second.grad;
-    slot.seen_grad_data = scaled->second.data;
-    slot.seen_grad_is_scaled = true;
-  }
-  memory_is_checked_ = false;
 }
 
 std::unordered_map<const void*, ParamTable::RoundedParam> ParamTable::rounded_params() const {
@@ -79,22 +75,20 @@ void ParamTable::replace_slots(std::vector<ParamSlot> slots) {
   memory_is_checked_ = false;
 }
 
-bool ParamTable::take_param(int64_t index, const at::Tensor& param) {
-  ParamSlot& slot = slots_.at(index);
+bool ParamTable::take_param(size_t index, int64_t group, const void* object,
+                            const at::Tensor& param) {
+  if (index >= slots_.size()) return false;
+  ParamSlot& slot = slots_[index];
+  if (slot.object != object || slot.group != group) return false;
   if (slot.was_contiguous.has_value() && *slot.was_contiguous != param.is_contiguous())
     return false;
   if (slot.is_sharded) {
     slot.shard_of = c10::MaybeOwned<at::Tensor>::borrowed(param);
   } else {
-    take_param(index, param, param.unsafeGetTensorImpl()->grad());
+    slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
+    slot.owned[kGrad] = param.unsafeGetTensorImpl()->grad();
   }
   return true;
-}
-
-void ParamTable::take_param(int64_t index, const at::Tensor& param, at::Tensor grad) {
-  ParamSlot& slot = slots_.at(index);
-  slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(param);
-  slot.owned[kGrad] = std::move(grad);
 }
 
 void ParamTable::set_shard(int64_t index, at::Tensor param, at::Tensor grad) {
@@ -142,11 +136,12 @@ void ParamTable::release_params() {
   }
 }
 
-void ParamTable::check_for_step(const GroupTable& table, bool allows_scaled_grads) {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (i + kTensorsAhead < slots_.size()) slots_[i + kTensorsAhead].prefetch_tensors();
-    if (i + kStoragesAhead < slots_.size()) slots_[i + kStoragesAhead].prefetch_storages();
-    ParamSlot& slot = slots_[i];
+void ParamTable::check_for_step(Slots slots, const GroupTable& table, bool allows_scaled_grads) {
+  checks_.described = table.buffers;
+  for (size_t i = 0; i < slots.count; ++i) {
+    if (i + kTensorsAhead < slots.count) slots[i + kTensorsAhead].prefetch_tensors();
+    if (i + kStoragesAhead < slots.count) slots[i + kStoragesAhead].prefetch_storages();
+    ParamSlot& slot = slots[i];
     if (slot.has_grad()) {
       check_slot(slot, table);
       if (!allows_scaled_grads) checks_.check_carries_no_scale(slot);
@@ -244,39 +239,6 @@ bool ParamTable::gradients_were_written() const {
   });
 }
 
-// Returns the first and the last slot that has a gradient; both null if there is none.
-std::array<const ParamSlot*, 2> ParamTable::outer_slots_with_grad() const {
-  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
-  const auto first = std::find_if(slots_.begin(), slots_.end(), has_grad);
-  if (first == slots_.end()) return {nullptr, nullptr};
-  return {&*first, &*std::find_if(slots_.rbegin(), slots_.rend(), has_grad)};
-}
-
-// Remembers the first and the last gradient of the step, so that inspect() can refuse gradients
-// that a step has used. One gradient is not enough, because it may be left over from before its
-// parameter was frozen.
-void ParamTable::remember_step() {
-  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
-  for (size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i] == nullptr) {
-      stepped_grads_[i].reset();
-    } else {
-      SeenTensor::remember(stepped_grads_[i], slots[i]->grad(), slots[i]->grad_version());
-    }
-  }
-}
-
-bool ParamTable::has_new_grads() const {
-  const std::array<const ParamSlot*, 2> slots = outer_slots_with_grad();
-  if (slots[0] == nullptr) return false;
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const std::optional<SeenTensor>& stepped = stepped_grads_[i];
-    if (!stepped.has_value() || !stepped->is(slots[i]->grad(), slots[i]->grad_version()))
-      return true;
-  }
-  return false;
-}
-
 std::vector<int64_t> ParamTable::params_without_state() const {
   std::vector<int64_t> indices;
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -287,19 +249,14 @@ std::vector<int64_t> ParamTable::params_without_state() const {
 }
 
 // Runs after all launches, because parameters that are views of one tensor share its version
-// counter, which each of them increments.
-void ParamTable::remember_masters() {
-  for (ParamSlot& slot : slots_) {
-    if (slot.master() != Master::kFloat32 || !slot.master_is_current) continue;
-    SeenTensor::remember(slot.param_of_master, slot.param(), slot.version());
-  }
-}
-
-// Remembers which gradients still carry the loss scale after a step. Gradients that the step wrote
-// back count as unscaled. A skipped step leaves them scaled, but only the device knows of it.
-void ParamTable::remember_scaled_grads(bool are_as_seen) {
-  for (ParamSlot& slot : slots_) {
-    if (!slot.has_grad()) continue;
+// counter, which each of them increments. A skipped step leaves gradients scaled that it should
+// have written back, but only the device knows of it, so they count as unscaled.
+void ParamTable::remember_step(Slots slots, bool had_scale, bool are_as_seen) {
+  for (ParamSlot& slot : slots) {
+    if (slot.master_is_current && slot.master() == Master::kFloat32) {
+      SeenTensor::remember(slot.param_of_master, slot.param(), slot.version());
+    }
+    if (!had_scale || !slot.has_grad()) continue;
     if (!are_as_seen) slot.see_grad();
     slot.seen_grad_is_scaled = !slot.writes_grad;
   }

@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -20,6 +19,19 @@
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
+
+// Neighbouring slots of a table: all of them, or one.
+struct Slots {
+  Slots(std::vector<ParamSlot>& slots) : first(slots.data()), count(slots.size()) {}
+  Slots(ParamSlot& slot) : first(&slot), count(1) {}
+
+  ParamSlot* begin() const { return first; }
+  ParamSlot* end() const { return first + count; }
+  ParamSlot& operator[](size_t index) const { return first[index]; }
+
+  ParamSlot* first;
+  size_t count;
+};
 
 // One slot for each parameter. States are stored here; parameters and gradients are set before each
 // operation and released after it. All methods but the constant ones need a Plan::Lock.
@@ -55,29 +67,18 @@ class AMP_EXT_API ParamTable {
 
   const std::vector<ParamSlot>& slots() const { return slots_; }
   std::vector<ParamSlot>& slots() { return slots_; }
-  int64_t number_of_params() const { return static_cast<int64_t>(slots_.size()); }
-  // Returns the group of a parameter and its index in the group.
-  std::pair<int64_t, int64_t> place_of(int64_t index) const {
-    return {slots_.at(index).group, slots_.at(index).index_in_group};
-  }
   const optim::StateSpec& spec_of(const ParamSlot& slot) const { return specs_.at(slot.group); }
   // True if the parameters were registered with these specs, one for each group.
   bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
-  // True if the parameter registered at this index has this group and this identity.
-  bool is_param(int64_t index, int64_t group, const void* object) const {
-    return index < number_of_params() && slots_[index].object == object &&
-           slots_[index].group == group;
-  }
   // True if a parameter is a DTensor, sharded or replicated.
   bool has_shards() const { return has_shards_; }
   // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
   bool is_partitioned() const { return is_partitioned_; }
 
-  // Set the present tensor of a parameter and its gradient (`grad`, or the .grad of `param`) for
-  // the current operation; the caller keeps `param` alive. The overload without `grad` returns
-  // false if a quantized state no longer fits the parameter, which must be registered again.
-  bool take_param(int64_t index, const at::Tensor& param);
-  void take_param(int64_t index, const at::Tensor& param, at::Tensor grad);
+  // Sets the present tensor of a parameter and its gradient, the .grad of `param`, for the current
+  // operation; the caller keeps `param` alive. Returns false if the parameter registered at this
+  // index has another group or identity, or if its quantized state no longer fits `param`.
+  bool take_param(size_t index, int64_t group, const void* object, const at::Tensor& param);
 
   // Sets this rank's shard of a DTensor parameter and of its gradient, which may be undefined. Call
   // it after take_param() in the same operation.
@@ -91,28 +92,23 @@ class AMP_EXT_API ParamTable {
 
   const ParamSlotChecks& checks() const { return checks_; }
   const std::string& operation() const { return checks_.operation; }
-  // Sets the descriptions of the buffers, by which errors and checks of a step name them.
-  void describe(const BufferDescription* buffers) { checks_.described = buffers; }
 
-  // Checks all tensors that a step would use, and brings the slots up to date. Throws if memory is
-  // shared, or if a gradient still carries an earlier loss scale, unless that is allowed.
-  void check_for_step(const GroupTable& table, bool allows_scaled_grads);
+  // Checks all tensors that a step of `slots` would use, and brings these slots up to date. Throws
+  // if memory is shared, or if a gradient still carries an earlier loss scale, unless that is
+  // allowed. The present tensors of all parameters must be set.
+  void check_for_step(Slots slots, const GroupTable& table, bool allows_scaled_grads);
 
   // True if every gradient is the one that the last scan has read, and was not written since.
   bool gradients_are_as_seen() const;
   // True if a gradient that was read by the last scan has been written or replaced since.
   bool gradients_were_written() const;
-  bool has_grads() const { return outer_slots_with_grad()[0] != nullptr; }
-  // True unless the last step used these gradients.
-  bool has_new_grads() const;
   // Returns the indices of 16-bit parameters whose slots have no state yet.
   std::vector<int64_t> params_without_state() const;
 
-  // Remember after a step: the parameters to which masters were rounded; the gradients that still
-  // carry the loss scale; and the gradients of the step.
-  void remember_masters();
-  void remember_scaled_grads(bool are_as_seen);
-  void remember_step();
+  // Remembers after a step of `slots` to which parameters the masters were rounded. If the
+  // gradients had a loss scale, remembers also which of them still carry it: those that the step
+  // did not write back. `are_as_seen` is true if the gradients are those of the last scan.
+  static void remember_step(Slots slots, bool had_scale, bool are_as_seen);
 
   // Ignores writes to parameters, given by identity and number of writes: the remembered versions
   // advance by these numbers. The masters are still up to date, because the parameters have their
@@ -133,7 +129,6 @@ class AMP_EXT_API ParamTable {
     const void* data;  // address of its first element
   };
 
-  void add_slot(const Param& param);
   std::unordered_map<const void*, RoundedParam> rounded_params() const;
   std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
   OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
@@ -143,7 +138,6 @@ class AMP_EXT_API ParamTable {
   void check_memory();
   // True if a gradient may share memory with a tensor that steps write.
   bool reaches_written_memory(const at::Tensor& grad) const;
-  std::array<const ParamSlot*, 2> outer_slots_with_grad() const;
 
   ParamSlotChecks checks_;
   std::vector<optim::StateSpec> specs_;  // [groups], as registered
@@ -155,8 +149,6 @@ class AMP_EXT_API ParamTable {
   // Data of the slots that were dropped last, by Param::object; for register_params().
   std::unordered_map<const void*, RoundedParam> rounded_params_;
   std::unordered_map<const void*, ScaledGrad> scaled_grads_;
-  // The first and the last gradient that the last step used; nullopt if there was none.
-  std::array<std::optional<SeenTensor>, 2> stepped_grads_;
 };
 
 }  // namespace amp_ext

@@ -230,12 +230,12 @@ void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bo
 void WeightAverages::take(Plan& plan, const MastersByParam& masters) {
   const std::vector<AveragedWeight> weights = weights_in(plan, masters);
   list_weights(weights);
-  const bool is_new = last_step_.has_value() && *last_step_ != plan.steps();
-  last_step_ = plan.steps();
+  const bool is_new = last_step_.has_value() && *last_step_ != plan.last_step().number();
+  last_step_ = plan.last_step().number();
   if (!is_new) return;
   begin_joined(weights);
-  if (plan.step_applied().defined()) {
-    launch(devices_, weights, averages(), options_, plan.step_applied());
+  if (plan.outputs().step_applied().defined()) {
+    launch(devices_, weights, averages(), options_, plan.outputs().step_applied());
   }
 }
 
@@ -293,7 +293,7 @@ void WeightAverages::restart(Plan& plan, const MastersByParam& masters) {
   begin(weights, averages());
   for (Average& average : averages_) average.has_joined = false;
   for (const OfDevice& one : devices_) one.counters.zero_();
-  last_step_ = plan.steps();
+  last_step_ = plan.last_step().number();
 }
 
 void WeightAverages::swap_in(Plan& plan, const MastersByParam& masters) {

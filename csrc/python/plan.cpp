@@ -16,6 +16,7 @@
 #include <variant>
 #include <vector>
 
+#include "optimizer/inspection.h"
 #include "optimizer/weight_average.h"
 #include "python/group_options.h"
 #include "python/module.h"
@@ -134,8 +135,9 @@ struct Operation {
   // Passes all parameters to the plan. Returns false if they are not the registered ones, or if
   // "params" is an iterator or a set: reading these again may give other parameters.
   bool take_params() {
-    Plan& plan = mine.plan;
-    int64_t index = 0, group_index = 0;
+    ParamTable& table = mine.plan.params();
+    size_t index = 0;
+    int64_t group_index = 0;
     for (const py::dict& group : groups->dicts) {
       PyObject* const registered = PyDict_GetItemWithError(group.ptr(), mine.described->params);
       if (registered == nullptr || PyIter_Check(registered) || PyAnySet_Check(registered))
@@ -146,12 +148,13 @@ struct Operation {
       PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
       const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
       for (Py_ssize_t i = 0; i < size; ++i, ++index) {
-        if (!plan.params().is_param(index, group_index, items[i])) return false;
-        if (!plan.params().take_param(index, THPVariable_Unpack(items[i]))) return false;
+        if (index == table.slots().size() || table.slots()[index].object != items[i]) return false;
+        const at::Tensor& param = THPVariable_Unpack(items[i]);
+        if (!table.take_param(index, group_index, items[i], param)) return false;
       }
       ++group_index;
     }
-    return index == plan.params().number_of_params();
+    return index == table.slots().size();
   }
 };
 
@@ -274,13 +277,13 @@ std::optional<Found> scan(PlanOfPython& mine, const py::object& step_plan,
 }
 
 // Scans the gradients for an inspection, from flags of 0, and stores nothing for the next step.
-std::optional<Found> scan_without_recording(PlanOfPython& mine, const py::object& step_plan,
-                                            const py::object& optimizer,
-                                            const OptionalTensor& grad_scale) {
+std::optional<Found> scan_for_inspection(PlanOfPython& mine, const py::object& step_plan,
+                                         const py::object& optimizer,
+                                         const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return std::nullopt;
   const py::gil_scoped_release release;
-  return found_in(mine.plan.scan_without_recording(grad_scale, operation.groups->shared));
+  return found_in(scan_without_recording(mine.plan, grad_scale, operation.groups->shared));
 }
 
 std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
@@ -292,10 +295,11 @@ std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object&
 
 // Warns before the step writes anything, because a warning filter may raise an exception.
 void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
-  const std::optional<int64_t> index = plan.find_uncounted_write();
+  const std::optional<size_t> index = plan.last_step().find_uncounted_write(plan.params());
   if (!index.has_value()) return;
   const py::object name = py::module_::import("amp_ext.nonfinite").attr("name_of_param");
-  const std::string text = plan.warning_of_write(py::cast<std::string>(name(optimizer, *index)));
+  const std::string text =
+      warning_of_write(plan.params().operation(), py::cast<std::string>(name(optimizer, *index)));
   constexpr Py_ssize_t kCallerOfStep = 7;
   if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), kCallerOfStep) != 0) {
     throw py::error_already_set();
@@ -347,7 +351,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
     bool is_in_step) {
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return std::nullopt;
-  if (!is_in_step) mine.plan.check_is_before_step();
+  if (!is_in_step) mine.plan.last_step().check_is_before_step(mine.plan.params());
   const StepNorms norms =
       mine.plan.norms(operation.groups->shared.max_grad_norm, {sum_of_squares.has_value(), false});
   if (norms.reads_total && norms.total == NormSource::kAllRanks) return false;
@@ -355,7 +359,7 @@ std::optional<std::variant<bool, InspectedStep>> inspect(
       operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
   StatesOfTrial store(operation, step_plan, py::none());
   const py::gil_scoped_release release;
-  return mine.plan.inspect(operation.groups->table, std::move(options), store);
+  return inspect_step(mine.plan, operation.groups->table, std::move(options), store);
 }
 
 // Returns (skipped, [((group, index), (norm, update_norm, ...)), ...]) of params with gradients.
@@ -443,12 +447,12 @@ void define_plan(py::module_& module) {
       .def(
           "set_guard",
           [](PlanOfPython& self, std::shared_ptr<NormStatistics> guard) {
-            self.plan.set_guard(std::move(guard));
+            self.plan.outputs().set_guard(std::move(guard));
           },
           py::arg("guard"))
       .def_property(
           "tracks_grad_norms",
-          [](const PlanOfPython& self) { return self.plan.tracks_grad_norms(); },
+          [](const PlanOfPython& self) { return self.plan.outputs().tracks_grad_norms(); },
           [](PlanOfPython& self, bool tracks) { self.plan.set_tracks_grad_norms(tracks); })
       .def(
           "wants_norms",
@@ -461,7 +465,7 @@ void define_plan(py::module_& module) {
            py::arg("rows"))
       .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))
-      .def("scan_without_recording", &scan_without_recording, py::arg("step_plan"),
+      .def("scan_without_recording", &scan_for_inspection, py::arg("step_plan"),
            py::arg("optimizer"), py::arg("grad_scale"))
       .def("inspect", &inspect, py::arg("step_plan"), py::arg("optimizer"), py::arg("grad_scale"),
            py::arg("found_inf"), py::arg("sum_of_squares"), py::arg("is_in_step"))
@@ -483,14 +487,17 @@ void define_plan(py::module_& module) {
             self.plan.check_not_swapped_in(operation);
           },
           py::arg("operation"))
-      .def("track_step_applied", [](PlanOfPython& self) { self.plan.track_step_applied(); })
+      .def("track_step_applied",
+           [](PlanOfPython& self) { self.plan.outputs().track_step_applied(); })
       .def_property_readonly(
-          "grad_norm", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norm()); })
+          "grad_norm",
+          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().grad_norm()); })
       .def_property_readonly(
-          "grad_norms", [](const PlanOfPython& self) { return if_defined(self.plan.grad_norms()); })
+          "grad_norms",
+          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().grad_norms()); })
       .def_property_readonly(
           "step_applied",
-          [](const PlanOfPython& self) { return if_defined(self.plan.step_applied()); })
+          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().step_applied()); })
       .def_property_readonly("failure",
                              [](const PlanOfPython& self) { return self.plan.failure(); })
       .def_property_readonly("note_of_failure",
