@@ -13,24 +13,6 @@ namespace amp_ext::optim {
 
 namespace {
 
-// A key that only one library writes into its files, and how to load such a file.
-struct WriterSignature {
-  const char* key;
-  const char* writer;
-  const char* advice;
-};
-
-// Earlier versions of amp_ext have other 8-bit formats, so only their float32 states load.
-constexpr const char* kFromFloat32 = "Write float32_state_dict(optimizer) there and load that";
-constexpr const char* kConverted =
-    "It loads after it is converted by the function for that package in docs/migration.md";
-constexpr WriterSignature kSignatures[] = {
-    {"exp_avg_q8r", "an earlier amp_ext", kFromFloat32},
-    {"exp_avg_sq_q8v", "an earlier amp_ext", kFromFloat32},
-    {"__bnb_optimizer_quant_state__", "bitsandbytes", kConverted},
-    {"master_bytewidth", "flashoptim", kConverted},
-    {"gradient_release", "optimi", kConverted}};
-
 // Keys that every group may have: the parameters, a step count, and entries that schedulers write.
 const Keys kAllowed = {"params", "param_names",   "step",   "initial_lr",   "max_lr",
                        "min_lr", "base_momentum", "swa_lr", "max_momentum", "initial_weight_decay"};
@@ -55,16 +37,6 @@ Keys unknown_among(const Keys& keys, const Loader& loader, bool users_may_add) {
     if (!users_may_add || has(options, key) || has(buffers, key)) unknown.push_back(key);
   }
   return unknown;
-}
-
-void check_signatures(const Loader& loader, const std::vector<SavedGroup>& groups,
-                      const Keys& state_keys) {
-  for (const auto& [key, writer, advice] : kSignatures) {
-    bool is_found = has(state_keys, key);
-    for (const SavedGroup& group : groups) is_found |= has(group.keys, key);
-    TORCH_CHECK_VALUE(!is_found || has(loader.own_keys, key), loader.operation,
-                      ": state_dict has the key '", key, "', written by ", writer, ". ", advice);
-  }
 }
 
 // Adam also requires 'amsgrad', because files of RAdam, Adamax and others lack it. Files of
@@ -111,7 +83,6 @@ bool SavedGroup::counts_for_states() const {
 
 void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                         const Keys& state_keys) {
-  check_signatures(loader, groups, state_keys);
   bool users_may_add = true;
   for (size_t i = 0; i < groups.size(); ++i) {
     const std::string where = c10::str(loader.operation, ": param_groups[", i, "]");

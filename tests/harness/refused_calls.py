@@ -109,9 +109,6 @@ PAIRS = "be torch.uint8 of shape (2, 2), got"
 A_STATE_DTYPE = "must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got"
 A_MASTER = "must be True, False, 'split' or 'split8', got"
 A_LIMIT = "must be a number of at least 0 or None, got"
-OF_OTHER_CODES = (
-    "written by an earlier amp_ext. Write float32_state_dict(optimizer) there and load that"
-)
 IF_HARMLESS = "If they don't change what a step does, delete them from the file"
 NO_CODE = (
     "must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no code, got"
@@ -175,10 +172,6 @@ BAD_FILES: dict[str, Change] = {
     f"lr {A_NUMBER} nan": in_group(lr=NAN),
     "state must have no entries that AdamW does not keep, got ['momentum_buffer']. "
     f"{IF_HARMLESS}": in_state(momentum_buffer=torch.ones(2)),
-    f"state_dict has the key 'exp_avg_q8r', {OF_OTHER_CODES}": coded("exp_avg", q8r=IN_CHARS),
-    f"state_dict has the key 'exp_avg_sq_q8v', {OF_OTHER_CODES}": (
-        coded("exp_avg_sq", q8v=IN_BYTES, exp=IN_BYTES)
-    ),
 }
 # Files of other libraries: which class refuses them, and the text. Keys and options are those that
 # the packages write.
@@ -189,7 +182,6 @@ OR_KEEP = f"{IF_HARMLESS}, or give the optimizer's groups entries of these names
 AN_SGD: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "foreach": None}
 AN_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 A_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
-CONVERT = "It loads after it is converted by the function for that package in docs/migration.md"
 FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     (  # torch 2.13.0 RAdam
         "AdamW",
@@ -265,27 +257,25 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (  # torch-optimi 0.3.3 SGD
         "SGD",
-        f"state_dict has the key 'gradient_release', written by optimi. {CONVERT}",
+        f"{NO_OPTIONS} SGD does not have, got ['gradient_release']. {OR_KEEP}",
         of_another(**AN_SGD, gradient_release=False, state={"exp_avg": MOMENT}),
         {},
     ),
     (  # flashoptim 0.1.4 FlashAdamW
         "AdamW",
-        f"state_dict has the key 'master_bytewidth', written by flashoptim. {CONVERT}",
+        "param_groups[0] must have ['amsgrad'], got ['lr', 'weight_decay', 'betas', 'eps', "
+        "'initial_lr', 'master_bytewidth', 'quantize', 'params']",
         of_another(**AN_ADAM, initial_lr=0.1, master_bytewidth=0, quantize=False),
         {},
     ),
-    *(  # bitsandbytes 0.50.2
-        (
-            kind,
-            f"state_dict has the key '__bnb_optimizer_quant_state__', written by bitsandbytes. "
-            f"{CONVERT}",
-            of_another(
-                **AN_ADAM, state={"step": 1, "__bnb_optimizer_quant_state__": {"state1": MOMENT}}
-            ),
-            {},
-        )
-        for kind in ("AdamW", "Lion", "SGD")
+    (  # bitsandbytes 0.50.2
+        "AdamW",
+        "param_groups[0] must have ['amsgrad'], got ['lr', 'weight_decay', 'betas', 'eps', "
+        "'params']",
+        of_another(
+            **AN_ADAM, state={"step": 1, "__bnb_optimizer_quant_state__": {"state1": MOMENT}}
+        ),
+        {},
     ),
     (  # timm 1.0.31 Lamb
         "AdamW",
