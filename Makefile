@@ -29,6 +29,9 @@ SOURCES := setup.py $(shell find csrc amp_ext/include) $(wildcard amp_ext/share/
 CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
+SHELL := /bin/bash
+COMMA := ,
+
 .DELETE_ON_ERROR:
 .PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
 
@@ -86,12 +89,24 @@ format: $(INSTALLED)  ## Formats all sources
 
 build: $(BUILT)  ## Builds the extension in place
 
+# These use the extension built in the checkout if it fits the environment's PyTorch. They leave the checkout,
+# which would hide the installed package.
 test-clients: $(BUILT)  ## Tests with Accelerate, Lightning, Transformers and others in .venv-clients
-	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) scripts/test_clients.sh $(PYTEST_ARGS)
+	@export PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) HF_HUB_OFFLINE=1 AMP_EXT_REQUIRE_CLIENTS=1; \
+	set -eo pipefail; source scripts/own_environment.sh; \
+	make_environment .venv-clients requirements-clients.txt; provide_extension; cd $$home; \
+	$$python -m pytest $(CURDIR)/tests/clients -p no:cacheprovider $(PYTEST_ARGS)
 
-bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; RESULTS=, BENCH_ARGS=--quick
-	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) RESULTS='$(RESULTS)' \
-	    scripts/bench_peers.sh $(BENCH_ARGS)
+# DeepSpeed builds its extension in the environment at first use, and torchao compiles for each shape.
+bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; RESULTS=, BENCH_ARGS=--quick, TEST=1
+	@export BASE_PYTHON=$(BASE_PYTHON) DS_BUILD_OPS=0 AMP_EXT_REQUIRE_PEERS=1; \
+	export PATH=$(CURDIR)/.venv-peers/bin:'$(PATH_BEFORE)'; \
+	export TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-peers/extensions; \
+	export TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.venv-peers/inductor; \
+	set -eo pipefail; source scripts/own_environment.sh; \
+	make_environment .venv-peers requirements-peers.txt; provide_extension; cd $$home; \
+	$$python $(if $(TEST),-m pytest $(CURDIR)/tests/programs/test_bench{$(COMMA)_peers}.py -p no:cacheprovider,\
+	    $(CURDIR)/benchmarks/peers.py --out $(abspath $(RESULTS))) $(BENCH_ARGS)
 
 # Neither uses .venv: the one makes an environment, the other takes the present one.
 cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
@@ -100,8 +115,25 @@ cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORC
 wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty environment
 	@PYTHON=$(PYTHON) scripts/wheel.sh
 
+# The first way has the sources in the program's project, the second way installs the library to a prefix and
+# finds it without environment variables. tests/programs/test_cmake.py tests the library of the Python package.
+MAX_JOBS ?= $(shell nproc)
+CMAKE = $(shell command -v cmake)
+SMOKE = $(CMAKE) -S tests/cpp/smoke -B build/cmake_routes
+TORCH_FOLDER = $(shell $(PYTHON) -c 'import torch; print(torch.__path__[0])')
 cmake-routes: $(INSTALLED)  ## Builds a program in C++ on the ways that compile the library again; minutes
-	@PYTHON=$(PYTHON) scripts/cmake_routes.sh
+	@rm -rf build/cmake_routes
+	@$(SMOKE)/inside -DAMP_EXT_SOURCES=$(CURDIR) -DCMAKE_PREFIX_PATH=$(TORCH_FOLDER)
+	@cmake --build build/cmake_routes/inside -j $(MAX_JOBS)
+	@build/cmake_routes/inside/smoke
+	@cmake -S . -B build/cmake_routes/library -DCMAKE_PREFIX_PATH=$(TORCH_FOLDER) \
+	    -DCMAKE_INSTALL_PREFIX=build/cmake_routes/prefix
+	@cmake --build build/cmake_routes/library -j $(MAX_JOBS)
+	@cmake --install build/cmake_routes/library
+	@env -i PATH="$$(getconf PATH)" $(SMOKE)/outside \
+	    "-DCMAKE_PREFIX_PATH=$(CURDIR)/build/cmake_routes/prefix;$(TORCH_FOLDER)"
+	@env -i PATH="$$(getconf PATH)" $(CMAKE) --build build/cmake_routes/outside
+	@env -i build/cmake_routes/outside/smoke
 
 gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kernels, training or tests
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \

@@ -1,6 +1,6 @@
 """The benchmark beside other packages' optimizers, which do what it says where they are installed.
 
-In the environment of `make bench-peers`: `TEST=1 scripts/bench_peers.sh`.
+In the environment of `make bench-peers`: `make bench-peers TEST=1`.
 """
 
 from __future__ import annotations
