@@ -45,7 +45,7 @@ MODULES = (
     "amp_ext.tensor_core",
     "amp_ext.training",
 )
-PROGRAMS = ("bench", "info", "memory", "tensor_core")
+PROGRAMS = ("bench", "info", "memory")
 LIBRARY = ROOT / "amp_ext" / "lib" / "libamp_ext.so"
 HEADERS = ROOT / "amp_ext" / "include" / "amp_ext"
 LINKED = "C++: "

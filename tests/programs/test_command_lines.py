@@ -19,7 +19,7 @@ from amp_ext.program import format_table, run_program
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 
-PROGRAMS = [("info", []), ("memory", ["7B"]), ("tensor_core", ["vocab_size=50257"])]
+PROGRAMS = [("info", []), ("memory", ["7B"])]
 each_program = pytest.mark.parametrize(("name", "arguments"), PROGRAMS)
 
 
@@ -102,12 +102,6 @@ REFUSED = [
     ("memory", "7X", "must be a whole number"),
     ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
     ("memory", "", "parameters"),
-    ("tensor_core", "", "the following arguments are required: config"),
-    ("tensor_core", "hidden=8", "a configuration must have some of vocab_size, hidden_size,"),
-    ("tensor_core", "n_embd=wide", "n_embd must be a positive int, got 'wide'"),
-    ("tensor_core", "nowhere.json", "nowhere.json is neither name=value nor a file"),
-    ("tensor_core", b"[1]", "must hold a JSON object, got list"),
-    ("tensor_core", b"{", "is not JSON"),
 ]
 
 

@@ -1,26 +1,16 @@
-"""The advice on Tensor Cores: every kind of layer, and configurations, with padded sizes."""
+"""The advice on Tensor Cores: every kind of layer, with padded sizes."""
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from amp_ext.tensor_core import __main__ as command_line
 from amp_ext.tensor_core import tensor_core_advice
-
-GPT2 = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_inner": None}
-LLAMA = {
-    **{"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 32000, "rms_norm_eps": 1e-5},
-    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-    **{"tie_word_embeddings": False, "torch_dtype": "float16", "rope_scaling": None},
-}
 
 
 def sizes(model: Any) -> dict[str, tuple[int, int]]:
@@ -128,50 +118,7 @@ def test_layers_that_are_alike_are_joined():
     assert (one.dimension, one.layers, one.size) == ("3.in_features", 1, 12)
 
 
-OWN_WIDTH = {"hidden_size": 300, "num_attention_heads": 7, "head_dim": 60}
-TWO_NUMBERS_OF_HEADS = {"encoder_attention_heads": 6, "decoder_attention_heads": 4}
-FEED_FORWARD = {"d_model": 64, "encoder_ffn_dim": 100, "decoder_ffn_dim": 104, "num_beams": 3}
-INSIDE = {"model_type": "both", "text_config": {"vocab_size": 65}, "vision": {"n_inner": 9}}
-DIMENSIONS = [
-    (LLAMA, {}),
-    (SimpleNamespace(to_dict=lambda: {"n_embd": 12}), {"n_embd": (12, 16)}),
-    ({"hidden_size": 300, "num_attention_heads": 6}, {"hidden_size": (300, 336)}),
-    (OWN_WIDTH, {"hidden_size": (300, 304), "head_dim": (60, 64)}),
-    ({"d_model": 132, **TWO_NUMBERS_OF_HEADS}, {"d_model": (132, 192)}),
-    (FEED_FORWARD, {"encoder_ffn_dim": (100, 104)}),
-    (INSIDE, {"text_config.vocab_size": (65, 128), "vision.n_inner": (9, 16)}),
-    ({"vocab_size": 27}, {"vocab_size": (27, 32)}),
-]
-
-
-@pytest.mark.parametrize(("config", "expected"), DIMENSIONS)
-def test_dimensions_of_configurations(config, expected):
-    assert sizes(config) == expected
-
-
-KINDS = "model must be a torch.nn.Module, a mapping or a configuration with to_dict(), got list"
-BAD = [
-    ({"hidden": 8}, "a configuration must have some of vocab_size, hidden_size, "),
-    ({"hidden_size": 8.5}, "hidden_size must be a positive int, got 8.5"),
-    ({"inside": {"dim": True}}, "inside.dim must be a positive int, got True"),
-    ([8], KINDS),
-]
-
-
-@pytest.mark.parametrize(("model", "message"), BAD)
-def test_bad_arguments_are_refused(model, message):
-    kind = TypeError if message == KINDS else ValueError
-    with pytest.raises(kind, match=re.escape(f"tensor_core_advice: {message}")):
-        tensor_core_advice(model)
-
-
-def test_the_command_line_reads_files_and_names_in_turn(tmp_path, capsys):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({**GPT2, "vocab_size": 10, "architectures": ["GPT2LMHeadModel"]}))
-    assert command_line.main([str(file), "vocab_size=50257"]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["dimension", "size", "multiple", "padded"],
-        ["vocab_size", "50,257", "64", "50,304"],
-    ]
-    assert command_line.main([str(file), "vocab_size=64"]) == 0
-    assert capsys.readouterr().out.startswith("Every dimension is a multiple")
+def test_what_is_not_a_model_is_refused():
+    words = "tensor_core_advice: model must be a torch.nn.Module, got dict. Build"
+    with pytest.raises(TypeError, match=re.escape(words)):
+        tensor_core_advice({"vocab_size": 50257})

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-
-from amp_ext.plain_numbers import is_count, plain
 
 __all__ = ["MULTIPLE", "VOCABULARY_MULTIPLE", "Advice", "tensor_core_advice"]
 
@@ -39,19 +37,6 @@ _SIZES: dict[Any, tuple[str, ...]] = {
     nn.MultiheadAttention: ("embed_dim",),
     (nn.RNNBase, nn.RNNCellBase): ("input_size", "hidden_size"),
 }
-
-# Names of dimensions in Hugging Face configurations.
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
-_HEADS = (
-    *("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
-)
-_HEAD_WIDTHS = ("head_dim", "d_kv")
-_OTHER = (
-    *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "hidden_dim", "moe_intermediate_size"),
-    *("encoder_ffn_dim", "decoder_ffn_dim", "embedding_size", "word_embed_proj_dim"),
-)
-_NAMES = ("vocab_size", *_WIDTHS, *_HEADS, *_HEAD_WIDTHS, *_OTHER)
 
 
 @dataclass(frozen=True)
@@ -74,35 +59,37 @@ class Advice:
     padded: int
 
 
-def tensor_core_advice(model: nn.Module | Mapping[str, Any] | Any) -> list[Advice]:
+def tensor_core_advice(model: nn.Module) -> list[Advice]:
     """Returns the dimensions of matrix products that should be padded, with their padded sizes.
 
-    In a model, the checked dimensions are the sizes of linear layers, convolutions (per group),
-    embeddings, attention and recurrent layers. The vocabulary is the largest ``num_embeddings``, of
+    The checked dimensions are the sizes of linear layers, convolutions (per group), embeddings,
+    attention and recurrent layers. The vocabulary is the largest ``num_embeddings``, of
     at least 64, for which a linear layer maps the embedding's width back to that size. If no linear
     layer does, it is the largest of all. The size of another embedding table needs no padding,
     because its rows are only looked up.
 
-    In a configuration, the checked dimensions have Hugging Face's names (``hidden_size``,
-    ``n_embd``, ``vocab_size`` ...), also in nested configurations.
-
-    If attention heads share a width, the width of each head must be a multiple, too. In a model,
-    this applies to every dimension of the same size as the attention's width.
+    If heads of ``nn.MultiheadAttention`` share a width, the width of each head must be a multiple,
+    too. This applies to every dimension of the same size as the attention's width.
 
     Args:
-        model: A model, a mapping, or a configuration with ``to_dict()``. A model is not changed and
-            may be on the meta device.
+        model: A model, which is not changed and may be on the meta device.
 
     Raises:
-        TypeError: If ``model`` has another type.
-        ValueError: If a size is not a positive int, or a mapping has none of the known names.
+        TypeError: If ``model`` is not a module.
 
     Example:
-        >>> for advice in amp_ext.tensor_core.tensor_core_advice({"vocab_size": 50257}):
+        >>> with torch.device("meta"):
+        ...     model = nn.Embedding(50257, 768)
+        >>> for advice in amp_ext.tensor_core.tensor_core_advice(model):
         ...     print(advice.dimension, advice.size, "->", advice.padded)
-        vocab_size 50257 -> 50304
+        num_embeddings 50257 -> 50304
     """
-    return _joined(_of_model(model) if isinstance(model, nn.Module) else _of_config(model))
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"tensor_core_advice: model must be a torch.nn.Module, got {type(model).__name__}. "
+            "Build the model of a configuration under torch.device('meta')."
+        )
+    return _joined(_of_model(model))
 
 
 def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
@@ -152,45 +139,6 @@ def _vocabulary(model: nn.Module) -> int:
     }
     outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
     return max((number for _, number in tables & outputs or tables), default=0)
-
-
-def _inside(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields a configuration and all nested ones, each with the prefix of its names."""
-    yield prefix, config
-    for name, inner in config.items():
-        if isinstance(inner, Mapping):
-            yield from _inside(inner, f"{prefix}{name}.")
-
-
-def _of_config(model: Any) -> Iterator[Advice]:
-    config = model.to_dict() if hasattr(model, "to_dict") else model
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            "tensor_core_advice: model must be a torch.nn.Module, a mapping or a configuration "
-            f"with to_dict(), got {type(model).__name__}"
-        )
-    configs = list(_inside(config))
-    if not any(name in inner for _, inner in configs for name in _NAMES):
-        raise ValueError(
-            f"tensor_core_advice: a configuration must have some of {', '.join(_NAMES)}, "
-            f"got {list(config)}"
-        )
-    for prefix, inner in configs:
-        named = {name: plain(inner[name]) for name in _NAMES if inner.get(name) is not None}
-        for name, size in named.items():
-            if not is_count(size):
-                raise ValueError(
-                    f"tensor_core_advice: {prefix}{name} must be a positive int, got {size!r}"
-                )
-        multiples = dict.fromkeys(_NAMES, MULTIPLE) | dict.fromkeys(_HEADS, 1)  # 1: no padding
-        if named.keys().isdisjoint(_HEAD_WIDTHS):
-            # All kinds of heads divide the same width.
-            heads = math.lcm(*(named.get(name, 1) for name in _HEADS))
-            multiples |= dict.fromkeys(_WIDTHS, MULTIPLE * heads)
-        if named.get("vocab_size", 0) >= VOCABULARY_MULTIPLE:
-            multiples["vocab_size"] = VOCABULARY_MULTIPLE
-        for name, size in named.items():
-            yield from _pad(f"{prefix}{name}", size, multiples[name])
 
 
 def _joined(rows: Iterable[Advice]) -> list[Advice]:
