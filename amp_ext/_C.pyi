@@ -100,8 +100,8 @@ class NormStatistics:  # mean and deviation of gradient norms, by which a NormGu
 
 class InspectedStep:  # the result of a trial step, which wrote nothing
     sums: Tensor  # [params, sums] float64 of the local shards; the caller combines ranks
-    # Returns whether the step would be skipped, and for each parameter with a gradient the pair of
-    # (group, index) and the fields of amp_ext.optim.inspection.ParamInspection.
+    # Returns whether the step would be skipped. Then, for each parameter with a gradient:
+    # ((group, index), fields of amp_ext.optim.inspection.ParamInspection).
     def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
 
 class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
@@ -136,7 +136,8 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     def track_step_applied(self) -> None: ...
     def set_guard(self, guard: NormStatistics | None) -> None: ...
     tracks_grad_norms: bool
-    # Returns whether a step wants the norm of all gradients, and whether it wants that of each one.
+    # Returns (whether a step needs the norm of all gradients, whether it needs the norm of each
+    # one).
     def wants_norms(self, max_grad_norm: float | None) -> tuple[bool, bool]: ...
     # Each of `rows` is (group, index in the group, parameter, partition, offset of the local
     # shard's first element in the unsharded parameter). The partition is None without sharding.

@@ -27,7 +27,7 @@ __all__ = [
     "unscaling_optimizer",
 ]
 
-#: The error of torch's scaler and ours when ``step`` finds that no gradient was scanned.
+# The error of torch's scaler and ours for a ``step`` without a scan.
 NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
 #: The error with which torch's scaler refuses ``closure=``.
 NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
@@ -40,17 +40,16 @@ class GradScan:
     """The result of one scan of all gradients of an optimizer for inf and NaN.
 
     Attributes:
-        found_infs: Maps each device that holds a gradient to one float32, which is not 0 if a
-            gradient on that device has inf or NaN.
+        found_infs: Maps each device with gradients to one float32: not 0 if a gradient there has
+            inf or NaN.
         first_nonfinites: Maps each of these devices to one int64, the index of the first parameter
-            whose gradient has an inf or NaN. ``GradScaler.update`` reads and resets these indices.
-        sum_of_squares: One float64, the sum of the squares of all gradients, which still carry the
-            loss scale. It covers all ranks that hold shards or are in the process group of the norm
-            guard. None if no norm is needed, or if no parameter is sharded and no guard has a
-            process group.
+            whose gradient has inf or NaN. ``GradScaler.update`` reads and resets these indices.
+        sum_of_squares: One float64, the sum of squares of all scaled gradients over all ranks. None
+            if no norm is needed, or if no other rank contributes: without sharded parameters and
+            without a process group of a norm guard.
         squares_of_params: float64 of shape ``[parameters]``, the sum of squares of each gradient,
-            NaN for a parameter without a gradient. None if no parameter is sharded, or if the norms
-            of single gradients are not needed.
+            NaN for a parameter without a gradient. None if these norms are not needed, or if no
+            parameter is sharded.
     """
 
     found_infs: Mapping[torch.device, Tensor]
@@ -67,11 +66,10 @@ class AmpStepContext:
         grad_scale: One float32, the loss scale that the gradients carry. None if they are unscaled.
         found_inf: One float32; the step is skipped if it is not 0. The int 0 if no parameter had a
             gradient during the scan, None if there is no scaler.
-        scan: The scan for this step, or None if ``unscale_`` was called before. The optimizer
-            replaces this scan if it has to scan the gradients again.
-        is_used: True once the optimizer has stepped with this context. The step sets this flag
-            right before its first write, and sets it back to False if nothing was written after
-            all.
+        scan: The scan for this step, which the optimizer replaces if it scans again. None if
+            ``unscale_`` was called before.
+        is_used: True once the optimizer has stepped with this context. Set right before the first
+            write, and reset if nothing was written after all.
     """
 
     grad_scale: Tensor | None
@@ -83,8 +81,8 @@ class AmpStepContext:
 class SupportsFusedUnscale(Protocol):
     """An optimizer that unscales gradients inside its own step.
 
-    If a wrapper delegates its attributes to such an optimizer, a scaler finds the optimizer through
-    the wrapper: a method that is looked up on the wrapper is bound to the optimizer.
+    A scaler also finds such an optimizer behind a wrapper that delegates its attributes, because a
+    method looked up on the wrapper is bound to the optimizer.
     """
 
     def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
@@ -101,11 +99,10 @@ class SupportsFusedUnscale(Protocol):
 
 
 def unscaling_optimizer(optimizer: Any) -> SupportsFusedUnscale | None:
-    """Returns the optimizer behind an object, or None if that optimizer can't unscale in its step.
+    """Returns the optimizer behind an object, or None if it can't unscale in its step.
 
     Args:
-        optimizer: The optimizer itself, or a wrapper that delegates to it and has the same
-            parameters.
+        optimizer: The optimizer, or a wrapper that delegates to it and has the same parameters.
     """
     found = getattr(getattr(optimizer, "set_amp_context", None), "__self__", None)
     if found is None or found is optimizer or _has_params_of(optimizer, found):
@@ -117,9 +114,8 @@ def optimizer_inside(optimizer: Any) -> Any:
     """Returns the optimizer that a wrapper delegates to, or the object itself if it wraps none.
 
     Args:
-        optimizer: The optimizer itself or a wrapper. The wrapper delegates attributes to the
-            optimizer, or it has the same groups and stores the optimizer in an attribute, such as a
-            subclass of ``torch.optim.Optimizer``.
+        optimizer: The optimizer itself or a wrapper. A wrapper delegates attributes to the
+            optimizer, or has the same groups and stores the optimizer in an attribute.
     """
     inside = unscaling_optimizer(optimizer)
     if inside is not None:
@@ -133,10 +129,9 @@ def optimizer_inside(optimizer: Any) -> Any:
 def takes_scale(optimizer: Any) -> bool:
     """Returns True if the gradients may stay scaled when the scaler steps an object.
 
-    A wrapper may copy or delegate ``_step_supports_amp_scaling`` from the optimizers that it steps
-    without passing the scale on to them. The scaler therefore unscales the gradients of a wrapper
-    before the step, which is always correct. The exception is a wrapper that delegates everything
-    to one optimizer: the scaler finds that optimizer and passes the scale to it directly.
+    A wrapper may copy ``_step_supports_amp_scaling`` from its optimizers without passing the scale
+    on to them. The scaler therefore unscales the gradients of a wrapper before the step. Only if a
+    wrapper delegates everything to one optimizer, the scaler passes the scale to that optimizer.
 
     Raises:
         TypeError: If the object has the attribute, but the optimizer behind it can't be found.
@@ -227,16 +222,15 @@ class GradScaleAttributes:
         """Sets ``grad_scale`` and ``found_inf`` on an optimizer until :meth:`take_back` is called.
 
         Args:
-            optimizer: The optimizer, or a wrapper that delegates to it. The attributes of a wrapper
-                are also set on the optimizer behind it.
+            optimizer: The optimizer, or a wrapper that delegates to it; then both are set.
             amp_context: The context with the values of the attributes.
         """
         inner = _owner_of_hooks(optimizer)
         for holder in [optimizer] if inner is optimizer else [optimizer, inner]:
             for name in ("grad_scale", "found_inf"):
                 value = getattr(amp_context, name)
-                # Appends first, so that take_back() finds the attribute even if an interrupt comes
-                # right after setattr().
+                # Appends before setattr(), so that take_back() works even if an interrupt comes in
+                # between.
                 self._values.append((holder, name, value))
                 setattr(holder, name, value)
 

@@ -1,8 +1,7 @@
 """Loads the compiled module, or explains at its first use why it can't be loaded.
 
-``_C`` holds the bindings and links ``lib/libamp_ext.so``, which holds everything else. The symbols
-of that library carry a version made from its build, so that the loader rejects a library and a
-``_C`` that come from different builds.
+``_C`` holds the bindings and links ``lib/libamp_ext.so``, which holds everything else. Symbol
+versions make the loader reject a ``_C`` and a library from different builds.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ def _build_info() -> dict[str, Any]:
 
 
 def _interface(version: str) -> str:
-    """Returns the part of a torch version that determines its C++ interface: the minor release.
+    """Returns the minor release of a torch version, which determines its C++ interface.
 
-    A version that is not a release, such as a nightly build, is returned whole and matches only
-    itself.
+    Other versions, such as nightly builds, are returned whole and match only themselves.
     """
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", version)
     return release[1] if release else version

@@ -30,16 +30,14 @@ def clip_grad_norm_(
     a GPU. Clipping inside a step costs nothing more: see ``max_grad_norm`` of the optimizers.
 
     Args:
-        parameters: A tensor or an iterable of tensors; a tensor that is listed twice counts once.
-            Their gradients are multiplied in place by ``max_norm / (norm + 1e-6)`` if that is below
-            1.
+        parameters: A tensor or an iterable of tensors; a tensor listed twice counts once. Their
+            gradients are multiplied in place by ``min(1, max_norm / (norm + 1e-6))``.
         max_norm: Largest norm; 0 makes every gradient 0.
         norm_type: Order of the norm. Orders other than 2 are computed by torch's function.
         error_if_nonfinite: Raises if the norm is inf or NaN; this waits for a GPU.
         foreach: Accepted for compatibility with torch; the fused kernels ignore it.
-        total_norm: The norm, one number, if you know it already, so that it is not computed again.
-            If the norm is a tensor with a dtype other than float64, all gradients are multiplied in
-            float32.
+        total_norm: The norm, one number, if it is known already. If it is a tensor with a dtype
+            other than float64, all gradients are multiplied in float32.
 
     Returns:
         The norm before clipping, one number on the device of the first gradient. The norm is
@@ -47,9 +45,8 @@ def clip_grad_norm_(
         are multiplied in float64, and on a GPU they are written even if the factor is 1.
 
     Raises:
-        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or the kernel
-            refuses a gradient, for example one that shares memory with another. No gradient has
-            been written then.
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is true, or if a gradient
+            is refused, for example because it shares memory with another. No gradient is written.
 
     Reference:
         Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",

@@ -1,10 +1,10 @@
 """Registers the operations for ``torch.compile``, as operators that declare what they write.
 
-The decorator ``operation`` derives an operator such as ``torch.ops.amp_ext.adam`` from the
-signature of a function of :mod:`amp_ext.ops`. Inside a compiled region the function calls its
-operator; elsewhere it runs directly, which saves 40 µs. The schema of an operator can't declare
-that it writes an optional list, so such an argument becomes two: a list, and a bool that is true if
-the list was given. A learning rate also becomes two arguments, a number and a tensor.
+The decorator ``operation`` derives an operator such as ``torch.ops.amp_ext.adam`` from a function
+of :mod:`amp_ext.ops`. Inside a compiled region the function calls its operator; elsewhere it runs
+directly, which saves 40 µs. Operators can't write optional lists, so such an argument becomes two:
+a list, and a bool that is true if the list was given. A learning rate becomes a number and a
+tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ OPERATORS: dict[str, Any] = {}
 _LIST = "Sequence[Tensor] | None"
 _NUMBER_OR_TENSOR = "float | Tensor"
 
-# Maps the annotation of a function's argument to the operator's arguments that replace it. The
-# operator has one argument for each entry of the inner dict: the key is appended to the name of the
-# function's argument, and the value is the type.
+# Maps the annotation of a function's argument to the operator's arguments that replace it: suffixes
+# of their names, and their types.
 _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},
@@ -96,8 +95,7 @@ def operation(
             return ""
 
         # Dynamo calls this function instead of tracing it, so that a wrong call raises Python's
-        # error, not dynamo's. `torch.compiler.assume_constant_result` does the same, but importing
-        # dynamo takes a second.
+        # error. `torch.compiler.assume_constant_result` would import dynamo, which takes a second.
         refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)
@@ -114,8 +112,8 @@ def operation(
         def kernel(*values: Any) -> Any:  # torch omits trailing arguments that have default values
             return function(**_deep(types, iter(values)))
 
-        # Arguments up to the last tensor get no defaults in the operator. Arguments after it do,
-        # because later releases append arguments there.
+        # Only arguments after the last tensor have defaults in the operator: later releases append
+        # there.
         last = max(i for i, type_ in enumerate(types.values()) if "Tensor" in type_)
         flat_parameters = [
             inspect.Parameter(
@@ -150,7 +148,7 @@ def _flat(types: dict[str, str], argument: str, arguments: dict[str, Any]) -> li
 
 
 def _deep(types: dict[str, str], values: Any) -> dict[str, Any]:
-    """Returns the arguments of the function, restored from the values that its operator got."""
+    """Inverse of :func:`_flat`: returns the arguments of the function."""
     arguments = {}
     for (argument, type_), value in zip(types.items(), values, strict=False):
         if type_ == _NUMBER_OR_TENSOR:

@@ -19,12 +19,10 @@ __all__ = [
 def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     """Returns the residual that completes a 16-bit parameter to its float32 master.
 
-    Parameter and residual together give the master. With a residual of 16 bits the master is exact,
-    except below 2^-16 for a float16 parameter, where it is within 2^-40. With a residual of 8 bits
-    it has a relative error of at most 2^-15. A master element that does not round to its parameter
-    is out of date, because the parameter was changed later; its residual is chosen so that
-    parameter and residual together give the parameter's value. Tensors on a GPU are copied to the
-    CPU and back.
+    With 16 bits, parameter and residual give the master exactly, except below 2^-16 for a float16
+    parameter, where the error is at most 2^-40. With 8 bits the relative error is at most 2^-15. If
+    a master does not round to its parameter, the parameter was changed later: the residual then
+    gives the parameter's value. Tensors on a GPU are copied to the CPU and back.
 
     Args:
         param: float16 or bfloat16, of any shape.
@@ -32,9 +30,8 @@ def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
         low_bits: Number of bits of the residual for each element, 16 or 8.
 
     Returns:
-        The residual, with the device and the memory layout of the parameter. For 16 bits it is
-        uint8 of the parameter's shape with an additional last dimension of 2, for 8 bits int8 of
-        the parameter's shape.
+        The residual, with the device and the memory layout of the parameter. 16 bits: uint8 with an
+        additional last dimension of 2. 8 bits: int8 of the parameter's shape.
 
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
@@ -61,10 +58,9 @@ def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
 def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     """Quantizes first moments to 8 bits, as ratios to the square roots of the second moments.
 
-    Each moment is divided by the largest power of two that does not exceed the root, and this ratio
-    is rounded to nearest. Bit 7 of a code is the sign. The other bits are an index, from 0 for a
-    ratio of 0 to 126 for a ratio of 15.27 or more; index 127 stands for inf and NaN. Tensors on a
-    GPU are copied to the CPU and back.
+    A moment is divided by the largest power of two up to the root, and this ratio is rounded to
+    nearest. Bit 7 of a code is the sign; the other bits are an index from 0 (ratio 0) to 126 (ratio
+    15.27 or more), or 127 for inf and NaN. Tensors on a GPU are copied to the CPU and back.
 
     Args:
         moment: float32, of any shape.
@@ -98,12 +94,15 @@ def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
 def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     """Quantizes moments to 8 bits, with one shared exponent for each block of 32 elements.
 
-    A second moment ("q8s") is stored as its square root, and a positive one never becomes 0; a
-    momentum ("q8m") is stored as sign and magnitude. The unit of a block is a power of two above
-    its largest element. For "q8s", 1/16 of the unit is added to each root, and the sum is rounded
-    to a mantissa of 6 bits. For "q8m", magnitudes below 1/8 of the unit have evenly spaced codes,
-    and each factor of two above has as many codes as this linear part. A block that has inf or NaN
-    dequantizes to NaN. Tensors on a GPU are copied to the CPU and back.
+    The unit of a block is a power of two above its largest element. A block with inf or NaN
+    dequantizes to NaN.
+
+    * "q8s" stores the root of a second moment: ``root + unit / 16``, rounded to a mantissa of 6
+      bits. A positive second moment never becomes 0.
+    * "q8m" stores a momentum as sign and magnitude. Magnitudes below ``unit / 8`` have evenly
+      spaced codes, and each factor of two above has as many codes.
+
+    Tensors on a GPU are copied to the CPU and back.
 
     Args:
         moment: float32. The first dimension must be outermost in memory, and the product of the
@@ -111,9 +110,8 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
         code: "q8s" for second moments or "q8m" for momenta.
 
     Returns:
-        The codes, uint8 of the same shape; and the exponents, uint8 of shape
-        ``(shape[0], blocks in a row)``, with the bias of 127 of a float32. Both are on the same
-        device.
+        The codes, uint8 of the same shape; and the exponents, uint8 of shape ``(shape[0], blocks in
+        a row)``, with the bias of 127 of a float32. Both are on the same device.
 
     Raises:
         RuntimeError: If the dtype, the shape or the code does not fit.

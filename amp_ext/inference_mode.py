@@ -14,9 +14,8 @@ __all__ = ["outside_inference_mode"]
 def outside_inference_mode() -> Iterator[None]:
     """A context manager or decorator that leaves inference mode, and switches autograd off.
 
-    Tensors created in inference mode can't be written after it, nor saved for a backward pass.
-    Don't write the caller's tensors inside this context: they may have been created in inference
-    mode, and writing such a tensor raises an error here.
+    Tensors created in inference mode can't be written after it, nor saved for a backward pass. A
+    caller's tensor that was created in inference mode can't be written in this context.
     """
     with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) switches autograd on
         yield

@@ -18,11 +18,9 @@ class LoadPlanner(DefaultLoadPlanner):
     """Lets ``torch.distributed.checkpoint.load`` read files that lack options of amp_ext.
 
     Such files come from torch's optimizers, or from a release of amp_ext before an option was
-    added. By default ``load`` raises an error if the file lacks a key of the dict that it fills.
-    With this planner, options that torch's optimizers do not have may be missing. A missing option
-    keeps the value that the optimizer was constructed with. A missing moment, step counter or
-    master is still an error. (``allow_partial_load=True`` would silently skip missing tensors,
-    too.)
+    added. By default ``load`` raises an error for each key that a file lacks. With this planner,
+    missing options of amp_ext keep the values that the optimizer was constructed with. A missing
+    moment, step counter or master is still an error, unlike with ``allow_partial_load=True``.
 
     Example:
         >>> state = {"optimizer": get_optimizer_state_dict(model, optimizer)}

@@ -28,9 +28,9 @@ def find_nonfinite(
     Returns the counts on the host, so this waits for a GPU.
 
     Args:
-        source: A model or an optimizer. An optimizer constructed with ``named_parameters()`` knows
-            the names; otherwise a parameter is called "group 0, param 3". If several parameters
-            have the same name, each is called by position and name: "group 0, param 3 (weight)".
+        source: A model or an optimizer. Without unique names, as from ``named_parameters()``, a
+            parameter of an optimizer is called by position: "group 0, param 3", or with its
+            ambiguous name "group 0, param 3 (weight)".
         params: If true, checks parameters and buffers instead of gradients. (An optimizer has no
             buffers.)
 
@@ -95,15 +95,14 @@ def handle_nan_loss(
     """Returns True if a loss is inf or NaN, and in that case drops the iteration.
 
     Sets the gradients of the optimizers to None, including gradients accumulated in earlier passes,
-    and makes the scaler forget everything since its last update. The next iteration starts clean.
-    The scale does not change, because it did not cause the bad loss. Call this before or after the
-    backward pass::
+    and makes the scaler forget everything since its last update. The scale stays, because it did
+    not cause the bad loss. Call this before or after the backward pass::
 
         if amp_ext.handle_nan_loss(loss, optimizer, scaler=scaler):
             continue
 
-    Without this call, a scaler also skips the step, because the gradients are bad too, but it
-    halves the scale. Reading the loss waits for a GPU. The logger is "amp_ext".
+    Without this call, a scaler would skip the step too, but halve the scale. Reading the loss waits
+    for a GPU. The logger is "amp_ext".
 
     Args:
         loss: The loss, one number, before it is scaled. A tensor of several elements counts as bad

@@ -2,28 +2,26 @@
 
 All tensors of a call are on one device, the CPU or a GPU, and are float32, float64, float16 or
 bfloat16. They may have any dense or strided layout. Tensors that are written must not share memory.
-Elements are computed in float32, or in float64 for float64 parameters, and rounded once, to the
-nearest value of the stored dtype unless ``dither`` is given. No function synchronizes with a GPU.
+Elements are computed in float32, or in float64 for float64 parameters. Results are rounded to the
+nearest value of the stored dtype, unless ``dither`` is given. No function synchronizes with a GPU.
 
 Inside ``torch.compile`` every function is one operator of the graph (:mod:`amp_ext.compiled_ops`),
 except those that convert states, such as :func:`split_fp32` and :func:`quantize_ratios`.
 
-Every function raises RuntimeError on invalid input before it writes anything. The error names the
-argument, its index, the expected and the given value. If a GPU refuses one launch after others have
-run, torch's error says how many tensors were written; each of these is completely updated, with its
-states and its step counter.
+Invalid input raises RuntimeError before anything is written. If a GPU refuses one launch after
+others have run, torch's error says how many tensors were written, e.g. 3 of 8; each of these is
+completely updated, with its states and its step counter.
 
 Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 
 * ``params``: Parameters of any shapes. Updated in place.
 * ``grads``: Gradients of the parameters' shapes. Only read, unless ``write_back_grads`` is set.
 * ``steps``: Number of steps taken so far, one float32 for each parameter. Incremented by 1, or from
-  2^24 on to the next float32, because adding 1 would have no effect there.
+  2^24 on to the next float32, because adding 1 has no effect there.
 * ``timestep``: Number of this step, from 1; replaces ``steps`` if the caller counts the steps.
-* ``master_params``: float32 masters of 16-bit parameters, or None. Updated in place, and the
-  parameter becomes the rounded master. A master that does not round to its parameter before the
-  step is first set to the parameter. Residuals from :func:`split_fp32` may be given instead;
-  parameter and residual together are then the master.
+* ``master_params``: float32 masters of 16-bit parameters, or residuals from :func:`split_fp32`, or
+  None. Updated in place; the parameter becomes the rounded master. A master that does not round to
+  its parameter is out of date, and is first set to the parameter.
 * ``lr``: Learning rate. A tensor must have one element and is read on its device.
 * ``weight_decay``: Weight decay coefficient, before multiplication by the learning rate.
 * ``maximize``: Maximizes the objective instead of minimizing it.
@@ -34,33 +32,29 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
   ``max_grad_norm``.
 * ``max_grad_norm``: Largest norm of all unscaled gradients together.
 * ``sum_of_squares``: One float64 from :func:`check_finite_`, the sum over the gradients before they
-  are unscaled. Without this sum, ``max_grad_norm`` costs a scan of all gradients. If
-  ``skip_nonfinite`` is set, pass None, because only the step's own scan leaves out elements that
-  are inf or NaN.
-* ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is
-  given.
+  are unscaled. Without it, ``max_grad_norm`` costs a scan of all gradients. Must be None with
+  ``skip_nonfinite``, because :func:`check_finite_` does not leave out inf and NaN.
+* ``grad_norm``: One float32, set to the norm of the unscaled gradients if ``max_grad_norm`` is set.
 * ``write_back_grads``: Stores the unscaled, clipped gradients, in their dtype.
 * ``skip_nonfinite``: Does not update elements whose gradient is inf or NaN, and leaves them out of
   the norm.
-* ``dither``: Rounds up and down in turn where rounding to nearest would lose small changes: a value
-  30 % of the way between two storable ones is rounded up in 30 % of the steps. Applies to values
-  stored in 16 or 8 bits: parameters without a master or with an 8-bit residual, second moments,
-  momenta in 8 bits, first moments whose decay is 0.99 or more, and first moments that are stored as
-  a ratio to the root of the second moment, if that ratio is small or large. Requires ``steps`` or
-  ``timestep``, because the rounding depends on the number of the step.
-* ``global_offsets``: For parameters that are shards, the index of each shard's first element in the
-  full tensor, so that a shard is dithered as it would be in the full tensor. None if all parameters
-  are full tensors.
+* ``dither``: Rounds up and down in turn, so that small changes are not lost: a value 30 % of the
+  way between two storable ones is rounded up in 30 % of the steps. Applies to parameters without a
+  master or with an 8-bit residual; to second moments in 16 or 8 bits and momenta in 8 bits; and to
+  first moments with a decay of 0.99 or more, or with a small or large 8-bit ratio. Requires
+  ``steps`` or ``timestep``, because the rounding depends on the number of the step.
+* ``global_offsets``: For shards, the index of each shard's first element in the full tensor, so
+  that a shard is dithered like the full tensor. None if all parameters are full tensors.
 * ``exponents``: uint8 exponents of moments from :func:`quantize_blockwise`, one for each block of
   32 elements; an empty tensor for a parameter without them. Updated in place.
 
 Buffers, such as moments, have the parameters' shapes and are updated in place. They are float32,
 bfloat16 or of the parameter's dtype, and float64 for float64 parameters.
 
-Moments may also be quantized to 8 bits, if the gradients have the parameter's dtype and the step is
-not one of AMSGrad. First moments are then int8 codes from :func:`quantize_ratios`, with second
-moments in bfloat16 or uint8. In SGD and Lion, which have no second moments, first moments are
-uint8. All uint8 moments are codes from :func:`quantize_blockwise`, in the parameter's memory order.
+Moments may also be quantized to 8 bits, except in AMSGrad, if the gradients have the parameter's
+dtype. First moments are then int8 codes from :func:`quantize_ratios`, with second moments in
+bfloat16 or uint8; the momenta of SGD and Lion are uint8. All uint8 moments are codes from
+:func:`quantize_blockwise`, in the parameter's memory order.
 """
 
 from __future__ import annotations
@@ -133,10 +127,9 @@ def __getattr__(name: str) -> Any:
 
 
 def step_operation(function: Function) -> Function:
-    """Turns a function into a step of an optimizer, which has the arguments of the function.
+    """Returns an operator that runs the checks in a function, and then the compiled step.
 
-    The step first runs the function's body, which contains only checks, and then calls the compiled
-    operation of the same name.
+    The compiled operation has the same name and arguments as the function.
     """
     parameters = inspect.signature(function).parameters.values()
     lists = [p.name for p in parameters if p.annotation.startswith("Sequence[Tensor]")]
@@ -158,8 +151,8 @@ def step_operation(function: Function) -> Function:
 def cpu_isa() -> str:
     """Returns the instruction set of the CPU kernels: "avx512", "avx2" or "plain".
 
-    The result is the widest set that the processor supports, or the set that the environment
-    variable ``AMP_EXT_CPU_ISA`` names when the first kernel runs.
+    This is the widest set that the processor supports, unless the environment variable
+    ``AMP_EXT_CPU_ISA`` names another one when the first kernel runs.
     """
     return _C.cpu_isa()
 
@@ -180,17 +173,17 @@ def check_finite_(
 ) -> None:
     """Checks tensors for inf and NaN, and sums their squares. The tensors are only read.
 
-    The sum is taken in a fixed order that does not depend on the number of threads, so it has the
-    same bits in every run. Squares too large or too small for float32 count in full.
+    The order of the sum is fixed, so it has the same bits in every run and for every number of
+    threads. Squares too large or too small for float32 count in full.
 
     Args:
         tensors: Tensors of any shapes and dtypes; expanded tensors too.
         found_inf: One float32. Set to 1 if an element is inf or NaN, otherwise unchanged.
-        grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite (0 or
-            1e-39) counts as an overflow, because its gradients can't be unscaled.
+        grad_scale: One float32, the loss scale, or None. A scale whose inverse is not finite, such
+            as 0 or 1e-39, counts as an overflow.
         sum_of_squares: One float64, or None. Set to the sum over all elements.
-        first_nonfinite: One int64, or None. Set to the index of the first tensor that holds inf or
-            NaN, unless it already holds a lower index.
+        first_nonfinite: One int64, or None. Lowered to the index of the first tensor that holds inf
+            or NaN.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device.
@@ -229,9 +222,9 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float)
 
     Args:
         grads: Gradients of any shapes and dtypes. Multiplied in place by
-            ``max_norm / (total_norm + 1e-6)``; nothing is written if that is 1 or more.
-        total_norm: One float32 or float64, the norm of all gradients together. If it is float64,
-            float64 gradients are multiplied in float64; all others are multiplied in float32.
+            ``min(1, max_norm / (total_norm + 1e-6))``.
+        total_norm: One float32 or float64, the norm of all gradients together. Only with float64,
+            float64 gradients are multiplied in float64.
         max_norm: Largest norm.
 
     Raises:
@@ -259,8 +252,8 @@ def unscale_(
         inv_scale: One float32, 1 / loss scale. If it is not finite, that counts as an overflow.
         found_inf: One float32. Set to 1 if a gradient is inf or NaN before the multiplication,
             otherwise unchanged.
-        first_nonfinite: One int64, or None. Set to the index of the first gradient that has inf or
-            NaN, unless it already holds a lower index.
+        first_nonfinite: One int64, or None. Lowered to the index of the first gradient that has inf
+            or NaN.
 
     Raises:
         RuntimeError: If a dtype is not floating, or the tensors differ in device or overlap.
@@ -289,9 +282,8 @@ def update_scale_(
     """Updates the loss scale after one iteration: reduces it after an overflow, or lets it grow.
 
     Args:
-        scale: One float32. Multiplied by ``backoff_factor`` if a flag is not 0. Multiplied by
-            ``growth_factor`` when the number of clean iterations reaches ``growth_interval``,
-            unless that gives inf.
+        scale: One float32. Multiplied by ``backoff_factor`` after an overflow, and by
+            ``growth_factor`` (unless that gives inf) after ``growth_interval`` clean iterations.
         growth_tracker: One int32, the number of clean iterations since the scale last changed.
         found_infs: Flags, one float32 each; a flag that is not 0 is an overflow.
         growth_factor: Factor by which the scale grows, above 1.
@@ -299,8 +291,8 @@ def update_scale_(
         growth_interval: Number of clean iterations until the scale grows.
         min_scale: Smallest value to which the scale can fall.
         max_scale: Largest value to which the scale can grow.
-        hysteresis: The scale falls at the ``hysteresis``-th overflow since it last grew, and at
-            each later overflow.
+        hysteresis: The scale falls at this and each later overflow since it last grew, e.g. from
+            the second on for 2.
         hysteresis_tracker: One int32, the number of overflows left until the scale falls, or None
             if ``hysteresis`` is 1. Only a growth resets it.
         dynamic: If false, the scale does not change.

@@ -77,10 +77,8 @@ def optimizer_update_(
         grads: Gradients of the parameters' shapes, only read.
         velocities: For MOMENTUM only: running sums of the parameters' shapes, zeros at first.
             float32 or the parameter's dtype; float64 for float64 parameters. Updated in place.
-        exp_avgs: For ADAM only: first moments, with shapes, dtypes and first values as for
-            ``velocities``. Updated in place.
-        exp_avg_sqs: For ADAM only: second moments, with shapes, dtypes and first values as for
-            ``velocities``. Updated in place.
+        exp_avgs: For ADAM only: first moments, like ``velocities``. Updated in place.
+        exp_avg_sqs: For ADAM only: second moments, like ``velocities``. Updated in place.
         master_params: float32 masters of 16-bit parameters, or None. Updated in place.
         lr: Learning rate. A tensor must have one element and is read on its device.
         beta1: Decay of the velocity or of the first moment, per step.
@@ -93,8 +91,8 @@ def optimizer_update_(
         workspace: Memory to reuse; with None each call allocates new memory.
 
     Raises:
-        RuntimeError: If ``timestep`` is below 1, a required buffer is missing, a buffer is given
-            that the optimizer does not use, or lists and tensors do not match each other.
+        RuntimeError: If ``timestep`` is below 1, a required buffer is missing, another buffer is
+            given, or lists and tensors do not match each other.
 
     Example::
 

@@ -42,8 +42,7 @@ _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradSc
 _OPTIMIZERS = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
 
 # Maps each patched class to the __init__ methods that its patches have replaced: torch's own, then
-# those of earlier patches. Methods of different patches are interchangeable, so patches may end in
-# any order.
+# those of earlier patches. All patches are alike, so they may end in any order.
 _constructors: dict[Any, list[Any]] = defaultdict(list)
 
 
@@ -91,16 +90,15 @@ def _patch(torch_class: Any, our_class: Any) -> None:
 def patch_torch(*, optimizers: bool = False) -> TorchPatch:
     """Makes code that constructs torch's scaler and optimizers get amp_ext's instead.
 
-    The patch takes effect at once, until ``undo()`` or the end of a ``with`` statement. Several
-    patches may end in any order. ``isinstance`` checks still work, because our classes are
-    subclasses of torch's. Existing objects, and other subclasses of torch's classes such as
-    ``ShardedGradScaler``, are not affected.
+    The patch takes effect at once, until ``undo()`` or the end of a ``with`` statement. Checks with
+    ``isinstance`` still work, because our classes are subclasses of torch's. Existing objects, and
+    other subclasses of torch's classes such as ``ShardedGradScaler``, are not affected.
 
     Args:
         optimizers: Also patches ``torch.optim.Adam``, ``AdamW`` and ``SGD``. Our optimizers keep
             float32 masters of 16-bit parameters, and refuse whatever :mod:`amp_ext.optim` refuses.
-            A scaler calls their ``step`` also after an overflow, and the step then writes nothing.
-            Accelerate counts this as a step, and its schedules advance.
+            A scaler calls their ``step`` also after an overflow. Accelerate counts this as a step,
+            and its schedules advance.
 
     Raises:
         ImportError: If the compiled module can't be loaded; nothing is patched then.

@@ -13,9 +13,8 @@ def run_program(main: Callable[[], int]) -> int:
     """Runs the main function of a program. Usage: ``sys.exit(run_program(main))``.
 
     Returns:
-        The exit code of `main`; or 141 if the reader of the output has closed it, and 130 after
-        Ctrl-C, as in other tools; or 1 if something can't be written. In the last case, a message
-        on stderr says why.
+        The exit code of `main`; or 141 if the reader of the output has closed it, 130 after Ctrl-C,
+        and 1 if something can't be written, with a message on stderr.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -55,7 +55,7 @@ def as_number(operation: str, name: str, value: Any, wrong_type: type = TypeErro
 def check_range(operation: str, name: str, value: float) -> None:
     """Raises if a number is out of range. The arguments are those of :func:`checked`."""
     try:
-        # Compares as int, because 2^63 - 1, which fits int64, becomes 2^63 as a double.
+        # An int, because 2^63 - 1, which fits int64, becomes 2^63 as a double.
         is_too_large = name in _COUNTS and value >= 2**63
         text = _text(operation, name, math.inf if is_too_large else float(value), value)
     except OverflowError:

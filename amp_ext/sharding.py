@@ -89,17 +89,16 @@ def laid_out_as(
         shape=torch.Size(param.shape if shape is None else shape),
         stride=tuple(param.stride() if strides is None else strides),
     )
-    # from_local() moves a shard to the mesh's type of device, but an offloaded shard must stay on
-    # the CPU.
+    # from_local() moves a shard to the mesh's type of device, but an offloaded shard stays on the
+    # CPU.
     return laid_out if local_tensor(laid_out).device == local.device else laid_out.to(local.device)
 
 
 def global_offset(param: Any) -> int:
     """Returns the index of this rank's first element, in the memory order of the full tensor.
 
-    This needs a shard that is contiguous in the full tensor: dimension 0 is outermost in memory,
-    and only dimension 0 is sharded, by any dimensions of the mesh. For other shards, and for
-    replicated tensors, the result is 0.
+    Shards must be contiguous in the full tensor: only dimension 0 is sharded, and it is outermost
+    in memory. For other shards, and for replicated tensors, the result is 0.
     """
     mesh, placements = param.device_mesh, param.placements
     coordinate = mesh.get_coordinate()
@@ -121,9 +120,8 @@ def global_offset(param: Any) -> int:
 def local_grad(param: Any, name: str) -> Tensor | None:
     """Returns this rank's shard of a parameter's gradient, or None if there is no gradient.
 
-    If the gradient has other placements than its parameter, for example a sum that is not yet
-    reduced, the function first redistributes the gradient and stores it in ``param.grad``. All
-    ranks must call the function together then.
+    A gradient with other placements than its parameter, for example a sum that is not yet reduced,
+    is first redistributed and stored in ``param.grad``. All ranks must then call this together.
 
     Args:
         param: The parameter.
@@ -147,8 +145,7 @@ class ShardedOver:
 
     Parameters that are sharded over the same groups form a partition. Sums of a partition are
     reduced over exactly these groups, so that replicated elements don't count twice. Partition 0
-    contains the parameters that are not sharded. Groups are reduced in the order in which added
-    parameters first use them, which is the same on every rank.
+    contains the parameters that are not sharded. The order of the groups is the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -210,20 +207,21 @@ class ShardedOver:
         Args:
             found_inf: The flag before this scan: one number, 0 or 1.
             findings: Flags of this scan, one number for each device of this rank. May be empty.
-            sums: Pairs of a partition and its sum of squares, one float64 each. May be empty on a
-                rank that holds no gradient.
+            sums: Pairs of a partition and its sum of squares, one float64 each. May be empty.
             sums_squares: True if the result needs ``sums``. Must be the same on all ranks.
             squares_of_params: Pairs of a partition and a float64 of shape ``[params]``, the sum of
-                squares of each gradient, NaN where this rank has none. May be empty, too.
+                squares of each gradient, NaN where this rank has none. May be empty.
             params: Number of parameters if the result needs ``squares_of_params``, otherwise 0.
                 Must be the same on all ranks.
 
         Returns:
-            A tuple of three. First, a dict from each device of ``findings`` (from the device of
-            ``found_inf`` if ``findings`` is empty) to one float32 that is 1 if any rank has found
-            inf or NaN. Second, one float64, the sum of squares over all partitions. Third, a
-            float64 of shape ``[params]``, the sum of squares of each gradient, NaN if no rank has
-            the gradient; None if ``params`` is 0. The second and third are on the mesh's device.
+            A tuple of three; the second and third are on the mesh's device:
+
+            * A dict from each device of ``findings`` (from the device of ``found_inf`` if
+              ``findings`` is empty) to one float32, 1 if any rank has found inf or NaN.
+            * One float64, the sum of squares over all partitions.
+            * A float64 of shape ``[params]``, the sum of squares of each gradient, NaN if no rank
+              has the gradient; None if ``params`` is 0.
 
         Raises:
             RuntimeError: If a collective fails, for example because a rank has died.
@@ -234,8 +232,7 @@ class ShardedOver:
             values[0] = values[0] + to_device(flag.reshape(()), zero.device)
         for index, sum_of_squares in sums if sums_squares else ():
             values[1 + index] = values[1 + index] + to_device(sum_of_squares, zero.device)
-        # Two rows for each partition: the squares of each parameter, and the number of ranks with a
-        # gradient.
+        # Two rows for each partition: the squares, and the number of ranks with a gradient.
         squares = [zero.new_zeros(2, params) for _ in self._partitions] if params else []
         for index, local in squares_of_params:
             here = to_device(local, zero.device)
@@ -266,9 +263,7 @@ class ShardedOver:
     def combine(
         self, params: Sequence[Tensor], values: Tensor, combined: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Combines values of the shards of each parameter into values of the full parameter.
-
-        There is one collective for each group, for all parameters that are sharded over it.
+        """Combines the shards' values of each parameter, in one collective for each group.
 
         Args:
             params: Parameters that have been added.
@@ -347,8 +342,7 @@ def check_guard(optimizer: Any) -> None:
         optimizer: The optimizer that the scaler is about to step.
 
     Raises:
-        RuntimeError: If the guard has no process group, and the parameters of the optimizer are not
-            sharded.
+        RuntimeError: If the guard has no process group and no parameter is sharded.
     """
     guard = getattr(optimizer, "norm_guard", None)
     if guard is None or guard.process_group is not None:
@@ -372,9 +366,9 @@ def all_reduce_flags(
         group: The process group.
 
     Returns:
-        Two values. First, a dict from each device of ``flags`` (from the device of ``scale`` if
-        ``flags`` is empty) to one float32, the largest flag of all ranks, and at least 1 if the
-        scales of the ranks differ. Second, one bool tensor, True if the scales differ.
+        A dict from each device of ``flags`` (from the device of ``scale`` if ``flags`` is empty) to
+        one float32, the largest flag of all ranks, at least 1 if their scales differ. And one bool
+        tensor, True if the scales differ.
 
     Raises:
         RuntimeError: If the collective fails, for example because a rank has died.

@@ -54,8 +54,7 @@ def make_streaming(device: torch.device) -> tuple[Step, int]:
 def bytes_of(work: Work, program: Program) -> tuple[float, float]:
     """Returns the bytes per element that our side stores, and the bytes that its step moves.
 
-    A step must move (read or write) each operand once. A scaler or a norm reads the gradient once
-    more.
+    A step reads or writes each operand once. A scaler or a norm reads the gradient once more.
     """
     states = [value for state in program.optimizer.state.values() for value in state.values()]
     elements = sum(param.numel() for param in program.params)
@@ -82,8 +81,8 @@ def measure_row(
         work: The work of a step.
         shapes: The shapes of the parameters.
         programs: The program of each side, keyed by side. "ours" must be one of them.
-        streaming: The result of :func:`make_streaming`. The operation is timed in turns with the
-            sides. Rows of many small tensors leave it out, because they measure the host.
+        streaming: The result of :func:`make_streaming`, timed in turns with the sides. Rows of many
+            small tensors measure the host and leave it out.
         run: A function that runs a step several times and returns the seconds of each run, such as
             :func:`run_times`.
     """

@@ -82,8 +82,8 @@ def scaled(
 ) -> Step:
     """Returns a step of ``optimizer``, under a gradient scaler if ``work`` has one.
 
-    The scale stays 1, because the step is repeated with the same gradients. torch's scaler unscales
-    the stored gradients in each step and ours does not; with a scale of 1, neither changes them.
+    The scale stays 1, because the step is repeated with the same gradients and torch's scaler would
+    unscale them each time.
     """
     scaler = scaler_class(params[0].device.type, init_scale=1.0, growth_interval=2**30)
     scaler.scale(params[0].new_zeros(()))  # creates the scaler's tensors

@@ -12,7 +12,7 @@ DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 STATES = {
     torch.float32: "32-bit states",
     None: "16-bit states",  # states in the parameter's dtype, rounded to nearest as in torch
-    torch.bfloat16: "bf16 states",  # states are dithered: rounded up in a part of the steps
+    torch.bfloat16: "bf16 states",  # dithered: rounded up or down in turns
     "8bit-bf16": "8bit-bf16 states",
     "8bit": "8bit states",
 }
@@ -81,8 +81,8 @@ class Work:
             return ["ours", "in_float32"]  # torch has no such low-memory states
         if self.has_masters:
             return ["ours", "by_hand"]
-        # torch's default is foreach on a GPU and a loop over single tensors on a CPU. "foreach" and
-        # "default" are slow and would take most of the time, so only the ADAMW rows have them.
+        # Without an option, torch runs "foreach" on a GPU and the loop "default" on a CPU. Both are
+        # slow, so only ADAMW has them.
         return ["ours", "fused", *(["foreach", "default"] if self == ADAMW else [])]
 
 
@@ -102,8 +102,8 @@ AVERAGED = Work("AdamW", torch.float32, average=True)
 
 #: State dtypes that take less memory than float32.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
-#: Work that stores masters or states in less memory. The last entry has no masters and rounds
-#: parameters and states to nearest, as torch does.
+# Work that stores masters or states in less memory. The last entry rounds as torch does, without
+# masters.
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
     *(

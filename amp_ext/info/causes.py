@@ -38,8 +38,8 @@ class Cause(NamedTuple):
 
 _IN_CONDA = (Path(sys.prefix) / "conda-meta").is_dir()
 
-# Causes of errors whose messages do not say the cause. `recognise` takes the first match, so a
-# cause that is certain comes before a cause that is only likely.
+# Causes of errors whose messages don't name them. `recognise` takes the first match, so certain
+# causes come before likely ones.
 CAUSES = (
     Cause(
         f"{ISA_VARIABLE} must be",

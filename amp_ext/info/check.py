@@ -16,8 +16,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check(device: torch.device, dtype: torch.dtype) -> str | None:
     """Trains a tiny model with our scaler and AdamW and compares the result with torch's.
 
-    Runs ``scale``, ``backward``, ``step`` and ``update`` four times. In the second iteration, the
-    gradients overflow.
+    Runs ``scale``, ``backward``, ``step`` and ``update`` four times, once with an overflow.
 
     Args:
         device: The device to train on.
@@ -48,8 +47,8 @@ def check(device: torch.device, dtype: torch.dtype) -> str | None:
 def check_division(device: torch.device) -> str | None:
     """Compares the fast square roots and quotients of the CUDA kernels with exact results.
 
-    The kernels refine the results of approximate GPU instructions. No standard specifies these
-    results, so they are checked on each GPU. Takes milliseconds.
+    The kernels refine approximate GPU instructions, whose results no standard specifies. Takes
+    milliseconds.
 
     Args:
         device: A GPU.

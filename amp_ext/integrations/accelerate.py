@@ -29,8 +29,7 @@ class PreparedOptimizer(_AcceleratedOptimizer):
         """True if the last step was skipped; waits for the GPU if the optimizer is fused.
 
         Accelerate's own class reports a skip only if ``optimizer.step`` was not called. Fused
-        optimizers, ours and torch's, are always called and skip on the device, so only the scaler
-        knows whether a step was skipped.
+        optimizers, ours and torch's, are always called and skip on the device.
         """
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             return bool(self.scaler.last_step_skipped(self.optimizer, wait=True))
@@ -42,8 +41,8 @@ def use_scaler(accelerator: Any, scaler: GradScaler | None = None) -> GradScaler
 
     With Transformers, call ``use_scaler(trainer.accelerator)`` before ``trainer.train()``. On CPUs,
     this also enables float16 autocast. Transformers calls ``accelerator.clip_grad_norm_`` with a
-    limit of inf if it does not clip. For float16 gradients, this call then only measures the norm.
-    The gradients stay scaled, because our optimizers unscale gradients inside their step. ::
+    limit of inf if it does not clip. That call then only measures the norm of float16 gradients,
+    which stay scaled until the step. ::
 
         accelerator = accelerate.Accelerator(mixed_precision="fp16")
         scaler = use_scaler(accelerator)

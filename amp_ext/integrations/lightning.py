@@ -1,7 +1,7 @@
 """Precision plugins for Lightning's Trainer and Fabric.
 
-Both plugins have the same constructor arguments as Lightning's own. They also have the same class
-name, which the Trainer saves, so checkpoints can be resumed with Lightning's plugin or with ours.
+Both have the constructor arguments of Lightning's own plugins, and their class names, which the
+Trainer saves. Checkpoints can therefore be resumed with either plugin.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class MixedPrecision(_TrainerPlugin):
     """``lightning.pytorch.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
     Lightning's plugin refuses ``gradient_clip_val`` with optimizers that unscale gradients inside
-    their step, such as ours and torch's fused ones. This plugin unscales the gradients before it
-    clips them, and the step does not unscale them again. ::
+    their step, such as ours and torch's fused ones. This plugin unscales before it clips. ::
 
         Trainer(plugins=[MixedPrecision()], gradient_clip_val=1.0)
 
@@ -73,8 +72,8 @@ class MixedPrecision(_TrainerPlugin):
 class FabricMixedPrecision(_FabricPlugin):
     """``lightning.fabric.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
-    Clip by ``fabric.clip_gradients(..., error_if_nonfinite=False)``, so that the scaler can skip
-    the step after an overflow. By default Fabric raises an error after an overflow. ::
+    Pass ``error_if_nonfinite=False`` to ``fabric.clip_gradients``, so that the scaler can skip a
+    step after an overflow; by default Fabric raises. ::
 
         Fabric(plugins=[FabricMixedPrecision()])
 

@@ -1,7 +1,6 @@
 """Computes how many bytes parameters, masters, gradients and optimizer states take in training.
 
-The sizes are exact and count the tensors that persist between steps. :data:`NOT_COUNTED` lists the
-memory that is not counted.
+The sizes are exact and count the tensors that persist between steps, without :data:`NOT_COUNTED`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ __all__ = [
     "training_memory",
 ]
 
-# Maps each optimizer to the 8-bit formats of its states. Every state has an element for each
-# parameter element. "q8m" and "q8s" share an exponent per block, "q8h" has no exponents, and a
-# state with "" has no 8-bit format.
+# Maps each optimizer to the 8-bit formats of its states, "" for none. Formats "q8m" and "q8s" share
+# an exponent per block, "q8h" has no exponents.
 _STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("q8h", "q8s"),
     "adam": ("q8h", "q8s"),
@@ -155,7 +153,7 @@ def training_memory(
     """Returns the memory that training takes in each configuration.
 
     Frozen parameters have no gradient, master or state. Tied parameters count once. The model is
-    not changed. It may be on the meta device, where it takes no memory itself.
+    not changed, and may be on the meta device.
 
     Args:
         model: A model, or a number of trainable parameter elements in any form that
@@ -237,8 +235,7 @@ def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
         return each.number * dtype.itemsize
     if code == "q8h":
         return each.number
-    # A moment that can't be quantized blockwise is stored in bfloat16. So are the roots of second
-    # moments with "8bit-bf16".
+    # Falls back to bfloat16, as do the roots of second moments with "8bit-bf16".
     if not code or not each.has_blocks or (code == "q8s" and dtype != "8bit"):
         return 2 * each.number
     return each.number + -(-each.number // _BLOCK)

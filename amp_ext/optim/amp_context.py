@@ -21,9 +21,8 @@ class GradScaleAttribute:
     """A descriptor for ``grad_scale`` or ``found_inf``, attributes that torch's scaler sets.
 
     torch's scaler sets both attributes, calls ``optimizer.step`` and deletes them. If the step
-    raises, the scaler does not delete them, so the step itself does. A value set by other code
-    stays until it is deleted or a step raises. During a step of our scaler both attributes show the
-    values of its :class:`AmpStepContext`.
+    raises, torch's scaler does not delete them, so the step itself does. During a step of our
+    scaler, both attributes show the values of its :class:`AmpStepContext`.
     """
 
     def __init__(self, meaning: str) -> None:

@@ -74,8 +74,7 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns the state dict of an optimizer with all its masters and moments as float32 numbers.
 
     The dict loads into torch's optimizer of the same name, and into our optimizers with any
-    options. If the options ask for states of low precision, the load rounds the values to nearest.
-    float64 states stay float64. To resume a run, save ``state_dict()`` instead, because it keeps
+    options. float64 states stay float64. To resume a run, save ``state_dict()`` instead: it keeps
     the bits of low-precision states. ``optimizer.master_params()`` returns the weights in float32.
 
     Args:
@@ -83,8 +82,8 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Returns:
         A dict with ``state`` and ``param_groups``. In each group ``state_dtype`` is "float32", and
-        ``master_weights`` is True unless the group has no masters. All tensors are copies, because
-        torch's ``load_state_dict`` may use them without a copy; DTensors stay DTensors.
+        ``master_weights`` is True unless the group has no masters. All tensors are copies; DTensors
+        stay DTensors.
 
     Raises:
         TypeError: If ``optimizer`` is not one of :mod:`amp_ext.optim`.
@@ -132,9 +131,8 @@ def read_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) ->
 
     Raises:
         KeyError: If the dict is not the state dict of an optimizer.
-        TypeError: If an option is of a wrong type.
-        ValueError: If another class wrote the dict, the dict does not match the groups, or a part
-            of the dict is missing or does not fit.
+        ValueError: If the dict is from another class, does not match the groups, or a part is
+            missing or does not fit.
     """
     operation, own_groups = operation_of(optimizer), optimizer.param_groups
     _check_layout(operation, state_dict)
@@ -167,8 +165,7 @@ def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
     """Checks that each state of an optimizer belongs to a parameter in its groups.
 
     Raises:
-        ValueError: If a state belongs to no parameter in a group, because torch's ``state_dict``
-            has no key for such a state.
+        ValueError: If a state belongs to no group. torch's ``state_dict`` would have no key for it.
     """
     registered = set(map(id, params_of(optimizer)))
     for param in optimizer.state:
@@ -207,10 +204,9 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
 
 
 def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Restores the options of groups without parameters, if torch has dropped them.
+    """Returns a state dict in which groups without options have those of the optimizer.
 
-    torch's ``set_optimizer_state_dict`` drops the options of every group without parameters, except
-    those of the last group. A group without options gets the options that it has in the optimizer.
+    torch's ``set_optimizer_state_dict`` drops the options of groups without parameters.
     """
     groups = list(state_dict["param_groups"])
     for index, group in enumerate(own[: len(groups)]):
@@ -222,9 +218,9 @@ def _with_empty_groups(own: Sequence[Options], state_dict: Mapping[str, Any]) ->
 def _without_unused_moments(
     optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Removes moments that only other classes of optimizers have, if all of their elements are 0.
+    """Removes moments that belong to other classes of optimizers, if all of their elements are 0.
 
-    Such a moment was never used. For example, DeepSpeedCPULion writes an ``exp_avg_sq`` of zeros.
+    For example, DeepSpeedCPULion writes an unused ``exp_avg_sq`` of zeros.
     """
     of_others = set(ops.names_of_all_buffers())
     of_others -= {buffer.name for buffer in optimizer.description.buffers}
@@ -280,10 +276,9 @@ def _in_order_of_names(
 ) -> list[Options]:
     """Returns the groups of a file, with their state keys in the order of our parameters.
 
-    If the file and the optimizer have the same parameter names, parameters are matched by name,
-    otherwise by position. Keys that are names themselves, or keys of parameters flattened by
-    FullyShardedDataParallel, stay in place: the code that wrote them has already matched the names,
-    but left ``param_names`` in the order of the file.
+    Parameters are matched by name if the file and the optimizer have the same names, otherwise by
+    position. Keys that are names, or that FullyShardedDataParallel flattened, stay in place: the
+    code that wrote them has already matched the names.
     """
     for index, group in enumerate(groups):
         check_params(group, f"{operation}: %s of group {index}")
@@ -320,8 +315,8 @@ def _names_in(group: Options) -> list[str]:
 def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -> list[Options]:
     """Returns the groups of a file, with the optimizer's parameters and all options filled in.
 
-    An option of torch that the file lacks gets the value that torch assumes. An option that torch
-    does not have keeps the value that the optimizer was constructed with.
+    A missing option of torch gets the value that torch assumes. Other missing options keep the
+    values that the optimizer was constructed with.
     """
     off = {
         each.name: None if each.type == "flag or none" else False

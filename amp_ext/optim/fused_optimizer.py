@@ -45,21 +45,18 @@ _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
-    The constructor of a subclass declares the options in its signature, and its attribute
-    ``_hyperparameters_class`` names the description of the optimizer in the compiled module. The
-    compiled module also has the formula of the step. float16 and bfloat16 parameters have a float32
-    master in their state, ``state[param]["master_param"]``, unless the group says
+    A subclass declares the options in the signature of its constructor, and names its description
+    in the compiled module in ``_hyperparameters_class``. float16 and bfloat16 parameters have a
+    float32 master in their state, ``state[param]["master_param"]``, unless the group has
     ``master_weights=False``. Buffers, such as moments, have the group's ``state_dtype`` (float64
-    for float64 parameters), or the parameter's dtype if ``state_dtype`` is None. Buffers quantized
-    to 8 bits have other keys.
+    for float64 parameters). Buffers quantized to 8 bits have other keys.
 
     A gradient scaler passes ``grad_scale`` and ``found_inf`` for one step. The kernel unscales the
-    gradients, and a step whose ``found_inf`` is not 0 writes nothing; the host does not read the
-    flag. :mod:`amp_ext.amp_protocol` describes the protocol.
+    gradients, and writes nothing if ``found_inf`` is not 0; the host does not read the flag.
+    :mod:`amp_ext.amp_protocol` describes the protocol.
 
     A step notices every state tensor that was written in place or replaced, and continues from the
-    new values. If both a master and its parameter were written, the parameter wins in each element
-    in which the master does not round to the parameter.
+    new values. A master element that does not round to its parameter is replaced by the parameter.
 
     All optimizers have these options, and the groups of an optimizer may differ in them:
 
@@ -70,23 +67,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
-            stores only the 16 bits that the parameter lacks. Parameter and stored bits together are
-            the exact master (for float16 parameters below 2^-16, within 2^-40), so the master
-            follows if other code writes the parameter. "split8" stores only 8 of these bits, so
-            that the master has a relative error of at most 2^-15.
+            stores only the 16 bits that the parameter lacks: both together are the exact master
+            (for float16 parameters below 2^-16, within 2^-40), even after other code writes the
+            parameter. "split8" stores only 8 of these bits, with a relative error of the master of
+            at most 2^-15.
         state_dtype: Dtype of the buffers: torch.float32, torch.bfloat16, or None for the
             parameter's dtype. "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of
             the second moments, and second moments in bfloat16. "8bit" stores second moments in 8
-            bits as well, with one exponent for each 32 elements of a row. Second moments stay in
-            bfloat16 if the parameter has fewer than 4096 elements or only one dimension, if its row
-            length is not a multiple of 32, or if it is not contiguous. SGD and Lion have no second
-            moments: both settings store their first moments in 8 bits with such exponents, or in
-            bfloat16 under the same conditions.
-        rounding: Rounding of values stored in 16 or 8 bits: "nearest" or "dither". "dither" rounds
-            a value that is 30 % of the way between two storable ones up in 30 % of the steps, so
-            that small changes are not lost. It applies to second moments, moments in 8 bits, first
-            moments in bfloat16 with a decay of 0.99 or more, and parameters without a master or
-            with a "split8" one; AMSGrad's maximum and all other values are rounded to nearest. None
+            bits as well, with one exponent for each 32 elements of a row. They stay in bfloat16 if
+            the parameter has fewer than 4096 elements, one dimension, a row length that is not a
+            multiple of 32, or is not contiguous. SGD and Lion have no second moments: both settings
+            store their first moments like the second moments of "8bit".
+        rounding: Rounding of values stored in 16 or 8 bits: "nearest" or "dither". With "dither", a
+            value 30 % of the way between two storable ones is rounded up in 30 % of the steps, so
+            that small changes are not lost. Applies to second moments, moments in 8 bits, bfloat16
+            first moments with a decay of 0.99 or more, and parameters without a master or with a
+            "split8" one. All other values, such as AMSGrad's maximum, are rounded to nearest. None
             means "nearest" if ``state_dtype`` is None, as in torch, otherwise "dither". A group
             that dithers has a step counter in every state.
         max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
@@ -102,10 +98,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         fused: Accepted for compatibility with torch; there is only one implementation.
         differentiable: Must be False.
         track_grad_norms: Stores the norm of each gradient in ``grad_norms`` at every step. Belongs
-            to the optimizer, not to a group; the attribute of this name may be set at any time.
-        norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips steps whose gradients have a
-            norm far above the previous ones, or clips these gradients. Belongs to the optimizer,
-            not to a group; the attribute of this name may be set at any time.
+            to the optimizer, not to a group; the attribute may be set at any time.
+        norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips or clips steps whose gradient
+            norm is an outlier. Belongs to the optimizer; the attribute may be set at any time.
 
     Raises:
         TypeError: If an option is of a wrong type.
@@ -114,7 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         RuntimeError: If ``differentiable`` is true.
     """
 
-    # The name of the optimizer's description in the compiled module.
+    # Name of the description in the compiled module.
     _hyperparameters_class: ClassVar[str]
 
     _step_supports_amp_scaling = True
@@ -126,11 +121,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Marks a subclass that defines ``step``, so that scalers unscale the gradients before it.
 
-        Without the mark, its step would read scaled gradients, and might write parameters after an
-        overflow. A subclass whose step unscales and skips, for example by calling its parent's
-        step, sets ``_step_supports_amp_scaling`` to True itself. A class that inherits ``step``
-        from a wrapper such as Lightning's is not marked, because the wrapper calls the step that it
-        wraps.
+        Otherwise its step would read scaled gradients, and might write after an overflow. A
+        subclass whose step unscales and skips, for example in its parent's step, sets
+        ``_step_supports_amp_scaling`` to True itself. A ``step`` inherited from a wrapper such as
+        Lightning's calls the step that it wraps, and is not marked.
         """
         super().__init_subclass__(**kwargs)
         if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
@@ -210,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds missing options to a group, and checks all of its options.
 
         A group from a file, or from code that knows only torch's options, may lack options of
-        amp_ext. They get the values that the optimizer was constructed with.
+        amp_ext, which get the values that the optimizer was constructed with.
 
         Args:
             options: The group; missing options are written into it.
@@ -237,17 +231,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Creates every state that a first step would create, without taking a step.
 
         Every parameter that requires a gradient gets a state; existing states stay as they are.
-        Counters and moments are 0, and masters have the values of their parameters, so that
-        training continues with the same bits as without this call.
+        Training continues with the same bits as without this call.
 
         Call it before ``torch.distributed.checkpoint`` reads an optimizer that has not stepped yet.
         Otherwise torch takes a step with gradients of 0, which leaves every counter at 1.
 
         Raises:
             RuntimeError: If a step would refuse the dtype or the device of a parameter, or a lazy
-                parameter has no shape yet. Nothing has been created then.
+                parameter has no shape yet.
             TypeError, ValueError: If a step would refuse an option of a group, or a state lacks a
-                part. Nothing has been created then.
+                part. Nothing has been created after any error.
         """
         self._check_params("init_state")
         self._check_groups()
@@ -268,14 +261,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         changed, _ = init_states(self.state, trainable)
         if changed:
             ops.put_states(self.state, changed)
-            self.rebuild()  # otherwise the plan would still use states that were erased
+            self.rebuild()  # otherwise the plan would use erased states
 
     def rebuild(self) -> None:
         """Forgets all parameters and states until the next step, which reads them again.
 
         A step notices replaced tensors by itself. This call releases the old tensors at once, for
-        example after states were moved to another device to free memory. The optimizer still
-        remembers which parameters were written later than their masters.
+        example after states were moved to another device to free memory.
         """
         self._plan.forget()
 
@@ -286,10 +278,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Needed only after a write that does not change the tensor's version counter: through
         ``.data``, by a step of torch's optimizers with ``fused=True``, or by
-        ``torch._foreach_lerp_`` on a GPU. The next step notices other writes by itself, such as
-        ``model.load_state_dict`` or an in-place operation. Masters that round to their parameter
-        keep their extra bits. Split masters need no update, because the parameter is a part of
-        them.
+        ``torch._foreach_lerp_`` on a GPU. The next step notices other writes by itself. Masters
+        that round to their parameter keep their extra bits. Split masters need no update, because
+        they contain the parameter.
 
         Raises:
             RuntimeError: If averages of the weights are in the parameters.
@@ -312,11 +303,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns the float32 master of each parameter, or the parameter itself if it has none.
 
         Use the masters for averages of weights, because 16-bit weights lose small changes. The
-        returned tensors are detached. Do not write them, because later steps write them. After
-        ``load_state_dict``, call this method again. Missing states are created, as by
-        :meth:`init_state`. A change of a parameter by other code shows in its master after the next
-        step or :meth:`refresh_masters`. For a split master, a joined copy is returned, which later
-        steps do not write.
+        returned tensors are detached. Do not write them: later steps do. Call this method again
+        after ``load_state_dict``. Missing states are created, as by :meth:`init_state`. A change of
+        a parameter by other code shows in its master after the next step or
+        :meth:`refresh_masters`. For a split master, a joined copy is returned.
 
         Args:
             params: Parameters in the order wanted, such as ``model.parameters()``. For a parameter
@@ -362,12 +352,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             The return value of the closure, or None without a closure.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex, a tensor of the state does not fit its
-                parameter, a scaler's step calls this twice, or there is a closure while a scaler
-                steps. After these errors nothing has been written. The error is also raised if a
-                kernel launch fails. Its note then says how many parameters have been stepped, each
-                with its states and master. If a parameter was stepped, later steps raise an error
-                until ``load_state_dict`` is called.
+            RuntimeError: If a gradient is sparse or complex, a state does not fit its parameter, a
+                scaler's step calls this twice, or there is a closure while a scaler steps; nothing
+                has been written then. Also if a kernel launch fails: the note then says how many
+                parameters were completely stepped, e.g. 3 of 8. Unless that is 0, later steps raise
+                an error until ``load_state_dict`` is called.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If no parameter had a gradient when a scaler scanned them, and one has
                 now.
@@ -415,8 +404,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not amp_context.scan.found_infs:
                 self._check_no_grads()
             elif has_hooks and isinstance(found_inf, Tensor) and not plan.norm_spans_ranks():
-                # A hook may have written gradients through ``.data``, which changes no version
-                # counter, so scan them again.
+                # Hooks may write gradients through ``.data``, which changes no version counter.
                 amp_context.scan = self._scan(found_inf, grad_scale)
                 if amp_context.scan.found_infs:
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
@@ -438,8 +426,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the compiled plan with the groups and states as they are now.
 
-        If the parameters or the options have changed, registers the parameters again and repeats
-        the call.
+        Registers the parameters and calls again if parameters or options have changed.
 
         Args:
             operation: Name of the operation, for errors.
@@ -513,9 +500,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 overflow.
 
         Returns:
-            The result of the scan. For each device that holds a gradient it has a flag: a copy of
-            ``found_inf`` that is set to 1 if a gradient on the device has inf or NaN. If parameters
-            are sharded, the gradients of all ranks count.
+            The result of the scan. Each device with gradients has a flag: a copy of ``found_inf``
+            that is set to 1 if a gradient there has inf or NaN. If parameters are sharded, the
+            gradients of all ranks count.
         """
         return self._scan(found_inf, grad_scale)
 
@@ -552,8 +539,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif last.scan is not None:
             self.rebuild()  # otherwise the plan would remember a scan that no step has used
 
-    # Reports of steps. The plan stores all of them, because a wrapper that copies the attributes of
-    # this object shares the plan.
+    # Reports of steps. The plan stores them, because a wrapper that copies the attributes of this
+    # object shares the plan.
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -569,9 +556,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Norms of the unscaled gradients of all parameters at the last step.
 
         float32 of shape ``[parameters]`` in the order of the groups, on the device of the first
-        parameter; later steps overwrite it. A norm is NaN if the parameter had no gradient, and inf
-        if it was not finite. For a DTensor it is the norm of the unsharded gradient. None unless
-        norms are tracked.
+        parameter; later steps overwrite it. NaN for a parameter without a gradient, inf for a norm
+        that was not finite. None unless norms are tracked.
         """
         return self._plan.compiled.grad_norms
 
@@ -579,8 +565,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def track_grad_norms(self) -> bool:
         """Whether every step keeps the norm of each gradient.
 
-        The norms cost a pass over the gradients, unless a scaler or ``max_grad_norm`` scans them
-        anyway.
+        The norms cost a pass over the gradients, unless something else scans them anyway.
 
         Raises:
             TypeError: If set to anything but a bool.
@@ -624,9 +609,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def named_grad_norms(self) -> dict[str, float]:
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.
 
-        A parameter has the name that the optimizer was given for it (``named_parameters()``), or
-        its position: "group 0, param 3". The dict omits parameters that had no gradient, and
-        parameters that were removed from the groups since the step.
+        A parameter has the name from ``named_parameters()``, or its position: "group 0, param 3".
+        The dict omits parameters without a gradient, and parameters that were removed since.
 
         Raises:
             RuntimeError: If no step has been taken since ``track_grad_norms`` was set, or since
@@ -669,11 +653,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what the coming step would do to each parameter, and stores nothing.
 
         Call it between the backward pass and the step, also after ``unscale_`` and
-        ``clip_grad_norm_``. The method runs the real step, with all options, on a copy of one
-        parameter after another, so the result is exactly what the step would do now. The call is as
-        slow as about ten steps, or slower with small tensors, and needs memory for one parameter
-        with its states. If parameters are sharded, or the scaler or the guard has a process group,
-        all ranks have to call it together; the results are about the unsharded parameters.
+        ``clip_grad_norm_``. The method runs the real step on a copy of one parameter after another,
+        so the result is exact. The call is as slow as about ten steps, or slower with small
+        tensors, and needs memory for one parameter with its states. If parameters are sharded, or
+        the scaler or the guard has a process group, all ranks have to call it together.
 
         Args:
             scaler: The gradient scaler that will step the optimizer, ours or torch's. With None,
@@ -695,10 +678,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def inspect_next(self) -> None:
         """Makes the next step store in :attr:`inspection` what :meth:`inspect` would return.
 
-        This method can be called at any time, and needs no scaler. If the next step has no
-        gradients or raises an error, or if the scaler does not call it (after an overflow, if
-        gradients are unscaled before the step), the following step is inspected instead. If
-        parameters are sharded, all ranks have to call this method.
+        Needs no scaler, and can be called at any time. If the next step has no gradients, raises an
+        error, or is skipped by the scaler without a call, the following step is inspected instead.
+        If parameters are sharded, all ranks have to call this method.
         """
         self._plan.inspects_next = True
 
@@ -708,10 +690,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states and the groups in the layout of torch.optim.Optimizer.
 
-        numpy numbers, which a schedule may have written into groups, become Python numbers, because
-        ``weights_only=True`` refuses them. All 16-bit states of a parameter that
-        FullyShardedDataParallel flattens with ``use_orig_params=True`` are float32 in the state
-        dict, because FSDP saves the tensors of a state in one dtype. A load restores their bits.
+        numpy numbers in the groups become Python numbers, because ``weights_only=True`` refuses
+        them. If FullyShardedDataParallel flattens a parameter with ``use_orig_params=True``, its
+        16-bit states are float32 in the dict, because FSDP saves a state in one dtype. A load
+        restores their bits.
 
         Raises:
             TypeError, ValueError: If the params of a group can't be read twice, or a state belongs
@@ -725,12 +707,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class or of its namesake in torch.optim.
 
-        Tensors are copied to the device and layout of their parameters. Buffers get the configured
-        dtype, whatever dtype they have in the file; options that torch does not have stay as
-        configured. Masters that the file lacks are made from the parameters, so load the model
-        first. Files of FusedAdam of apex and of TransformerEngine, which count the steps of a whole
-        group, are accepted. If the file lacks an option of torch, the option gets the value that
-        torch assumes. If the file has an option of another optimizer, the error names the option.
+        Tensors are copied to the device and layout of their parameters, and buffers get the
+        configured dtype. Options that torch does not have stay as configured; an option of torch
+        that the file lacks gets the value that torch assumes. Masters that the file lacks are made
+        from the parameters, so load the model first. Files of FusedAdam of apex and of
+        TransformerEngine, which count the steps of a whole group, are accepted.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -739,13 +720,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             KeyError: If the dict is not the state dict of an optimizer.
             TypeError: If ``state_dict`` is not a dict, or an option has the wrong type.
             ValueError: If the dict does not fit the groups, another class wrote it, or a part is
-                missing. Nothing has been changed after these errors. After an interrupt the
-                optimizer has either loaded everything or nothing.
+                missing. Nothing has been changed after any error. An interrupt leaves the optimizer
+                loaded completely or unchanged.
         """
         self._plan.compiled.check_not_swapped_in("load_state_dict")
         check_is_dict(operation_of(self), state_dict)
-        # Runs the hooks itself, in torch's order, and does not call torch's method, because that
-        # would cast every state to the dtype of its parameter.
+        # torch's method would cast every state to the dtype of its parameter, so run only its
+        # hooks, in torch's order.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -761,11 +742,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [vars(self), vars(self._plan)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents for a pickle or a copy.
-
-        If this optimizer refuses to step because an earlier step has failed, the restored optimizer
-        refuses to step, too.
-        """
+        """Returns the contents for a pickle or a copy, including a failure of an earlier step."""
         self._plan.compiled.check_not_swapped_in("__getstate__")
         state: dict[str, Any] = super().__getstate__()
         if self._plan.compiled.failure:
@@ -795,8 +772,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
         else:
             plan.begin_anew()
-        # torch's method stores everything in one assignment, so an interrupt can't leave half of
-        # it.
+        # torch's method stores everything in one assignment, which an interrupt can't split.
         super().__setstate__(state)
         if plan.compiled.failure != failure:
             plan.begin_anew(failure)
@@ -806,5 +782,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
 
-# A scaler reads this signature at every step, in 2 µs if it is stored, otherwise in 30 µs.
+# Stored, because a scaler reads this signature at every step: 2 µs instead of 30 µs.
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010

@@ -19,8 +19,8 @@ from amp_ext.program import format_table
 
 __all__ = ["Inspection", "ParamInspection", "inspect_before_step", "inspect_step"]
 
-# Indices into the sums that the compiled module computes for a parameter: the largest update, and
-# the number of elements, which is NaN without a gradient.
+# Indices into the sums of a parameter: the largest update, and the number of elements (NaN without
+# a gradient).
 _LARGEST, _NUMEL = 0, 1
 
 
@@ -33,8 +33,7 @@ class ParamInspection:
         update_norm: Norm of the update that the step adds.
         ratio: ``update_norm / norm``; 0 without an update.
         largest_update: Largest magnitude of an element of the update.
-        moment_norms: Maps the name of each buffer, such as "exp_avg", to its norm after the step;
-            buffers in 8 bits are dequantized first.
+        moment_norms: Norm of each buffer after the step, keyed by name, such as "exp_avg".
         unmoved: Fraction of the parameter's elements, 0 to 1, whose stored value the step does not
             change.
         unmoved_master: The same fraction for the master; None without a master.
@@ -60,8 +59,7 @@ class Inspection:
 
         Args:
             inspected: Results from the compiled module, combined over all ranks.
-            names: Maps a pair of indices (of the group, and of the parameter in the group) to the
-                name of the parameter.
+            names: Maps (index of the group, index in the group) to the name of the parameter.
         """
         self._inspected = inspected
         self._names = names
@@ -207,8 +205,7 @@ def inspect_step(
         grad_scale: One float32, the scale that the gradients carry, or None.
         found_inf: One float32, not 0 if the step is skipped; or None. An int if no parameter had a
             gradient when the scaler scanned them.
-        sum_of_squares: One float64, the sum over the gradients of all ranks, or None if it is not
-            known.
+        sum_of_squares: One float64, the sum over the gradients of all ranks, or None.
         is_in_step: True if the step itself calls this, because of ``inspect_next()``.
     """
     plan = optimizer._plan

@@ -16,9 +16,8 @@ class Lion(FusedOptimizer):
     """Lion, which steps by the sign of a moving average and needs half of Adam's state.
 
     Every element moves by the learning rate, so use an ``lr`` 3 to 10 times smaller than for AdamW
-    and a ``weight_decay`` larger by the same factor. Without a gradient scaler, which skips such
-    steps, a NaN gradient makes its parameter NaN at once, and an inf gradient makes it NaN at the
-    next step. An element whose average is 0 does not move.
+    and a ``weight_decay`` larger by the same factor. An element whose average is 0 does not move.
+    inf and NaN in a gradient make the parameter NaN, unless a gradient scaler skips the step.
 
     Args:
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
@@ -28,25 +27,20 @@ class Lion(FusedOptimizer):
             decoupled, unless ``decoupled_weight_decay`` is false.
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
-        master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
-            stores only the 16 bits that the parameter lacks, "split8" only 8 of these bits.
-        state_dtype: Dtype of the moments: torch.float32, torch.bfloat16, or None for the
-            parameter's dtype. "8bit" and "8bit-bf16" both quantize moments to 8 bits.
-        rounding: Rounding of values stored in 16 or 8 bits: "nearest", or "dither", which loses no
-            small change on average. None means "nearest" if ``state_dtype`` is None, else "dither".
-        max_grad_norm: Clips the norm of the unscaled gradients of all groups together to this
-            value; the norm before clipping is then in ``grad_norm``. None does not clip.
+        master_weights: Keeps a float32 master of every 16-bit parameter; "split" and "split8" store
+            it in fewer bytes.
+        state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
+            quantize moments to 8 bits.
+        rounding: Rounding to 16 or 8 bits: "nearest", "dither", or None to follow ``state_dtype``.
+        max_grad_norm: Clips the norm of all unscaled gradients to this value; None does not clip.
         clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
-        skip_nonfinite: Does not update elements whose gradient is inf or NaN, and leaves them out
-            of the norm.
-        write_back_grads: Stores the unscaled, clipped gradients in ``.grad``; otherwise a step
-            leaves ``.grad`` as the backward pass made it.
+        skip_nonfinite: Does not update elements whose gradient is inf or NaN.
+        write_back_grads: Stores the unscaled, clipped gradients in ``.grad``.
         foreach: Accepted for compatibility with torch; there is only one implementation.
         fused: Accepted for compatibility with torch; there is only one implementation.
         differentiable: Must be False.
         track_grad_norms: Stores the norm of each gradient in ``grad_norms`` at every step.
-        norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips steps whose gradients have a
-            norm far above the previous ones, or clips these gradients.
+        norm_guard: A :class:`~amp_ext.optim.NormGuard`, which skips or clips outliers of the norm.
 
     :class:`~amp_ext.optim.fused_optimizer.FusedOptimizer` describes the options of all optimizers
     in more detail.

@@ -29,9 +29,8 @@ class NormGuardStats:
         last_norm: The last norm; inf if it was inf or NaN.
         mean: Mean of the norms that entered the statistics.
         deviation: Standard deviation of these norms, but at least 1 % of the mean.
-        limit: The next norm is an outlier if it is above this limit. The limit is inf if the next
-            norm can't be an outlier: during the warmup, and before the ``patience``-th outlier in a
-            row.
+        limit: A norm above this limit is an outlier. inf during the warmup, and if the next outlier
+            is accepted as a new level (see ``patience``).
         outliers: Number of norms so far for which a step was skipped or its gradients were clipped.
         nonfinite: Number of norms so far that were inf or NaN.
         last_outlier: Position of the last outlier in the sequence of norms, counted from 1; 0 if
@@ -55,8 +54,7 @@ class NormGuardHistory:
     Attributes:
         numbers: Positions of these norms in the sequence of all norms, counted from 1.
         norms: Norms of the unscaled gradients; inf for a norm that was inf or NaN.
-        withheld: True for each norm whose step was skipped, or whose gradients were clipped to the
-            limit.
+        withheld: True for each norm whose step was skipped or clipped.
     """
 
     numbers: list[int]
@@ -86,9 +84,8 @@ class NormGuard:
         optimizer = amp_ext.optim.AdamW(model.parameters(), lr=1e-3, norm_guard=guard)
 
     A norm above ``mean + sigma_factor * deviation`` of the previous norms is an outlier, most often
-    caused by a corrupt batch. Nothing waits for the device. The statistics are the exponentially
-    weighted mean and variance of the norms of the unscaled gradients of all groups. Norms are
-    float32, the statistics float64::
+    caused by a corrupt batch. Nothing waits for the device. The norm covers the unscaled gradients
+    of all groups. Norms are float32, the statistics float64::
 
         weight = max(2 / (window + 1), 1 / n)  # with n norms, this one included
         difference = norm - mean
@@ -98,36 +95,32 @@ class NormGuard:
 
     Outliers and norms that are inf or NaN do not enter the statistics. A step has no norm if no
     parameter has a gradient or a scaler found an overflow. The ``patience``-th outlier in a row
-    counts as a new level: its step is taken, and the statistics restart with its norm as the mean
-    and the old standard deviation scaled in proportion. They are used at once, without a warmup.
+    counts as a new level: its step is taken, its norm becomes the mean, and the deviation is scaled
+    in proportion. The new statistics are used at once, without a warmup.
 
     The guard makes one decision for each step, for all devices and dtypes, before anything is
-    written. The norm enters the statistics once, after the step.
+    written.
 
     An outlier is not an overflow: a gradient scaler treats its step as a clean one. Without a
-    scaler, a norm that is inf or NaN also skips the step. The exception is an optimizer with
-    ``skip_nonfinite``, whose norm covers only the finite elements. The norm is the optimizer's
-    ``grad_norm``. To clip as well, give ``max_grad_norm`` to the optimizer, because clipping before
-    the step would hide outliers from the guard.
+    scaler, a norm that is inf or NaN also skips the step, unless the optimizer has
+    ``skip_nonfinite``. To clip as well, give ``max_grad_norm`` to the optimizer, because clipping
+    before the step would hide outliers from the guard.
 
     Args:
         sigma_factor: Number of deviations that a norm may be above the mean; above 0.
-        window: Span of the exponential averages: the newest norm has the weight 2 / (window + 1),
-            similar to an average of the last ``window`` norms. 1 or more.
-        warmup_steps: Number of norms that must enter the statistics before these are used; 1 or
-            more.
-        max_norm: A norm above this value is an outlier from the first step on, whatever the
-            statistics say. Such outliers do not count for ``patience``, nor do they interrupt a row
-            of outliers. None for no limit.
+        window: Span of the exponential averages: the newest norm has the weight 2 / (window + 1).
+            1 or more.
+        warmup_steps: Number of norms in the statistics before these are used; 1 or more.
+        max_norm: A norm above this value is an outlier from the first step on. Such outliers
+            neither count for ``patience`` nor interrupt a row of outliers. None for no limit.
         action: At an outlier, "skip" writes nothing and does not count the step. "clip" scales the
             gradients down to the limit that the norm exceeds; with ``max_grad_norm``, the smaller
             of the two factors applies.
         patience: Number of outliers in a row of which the last is accepted as a new level; 1 or
             more. With 1 the statistics never skip or clip a step.
         process_group: A group of torch.distributed whose ranks hold different parameters of one
-            model. The squares are summed over these ranks, so that all ranks skip the same steps.
-            ``max_grad_norm`` then also clips by the norm over these ranks. Sharded DTensors need no
-            group, because their norm is taken over all ranks anyway.
+            model. The norm, also that of ``max_grad_norm``, is taken over these ranks, so that all
+            ranks skip the same steps. Sharded DTensors need no group.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -136,7 +129,7 @@ class NormGuard:
     Reference:
         Statistics as in Finch, "Incremental calculation of weighted mean and variance", 2009.
         action="clip" is simpler than ZClip (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM
-        Pre-Training", 2025), which clips to another norm and enters that norm in the statistics.
+        Pre-Training", 2025), which clips to another norm and averages that norm.
     """
 
     def __init__(
@@ -202,8 +195,7 @@ class NormGuard:
         """Returns the process group for a step.
 
         Raises:
-            RuntimeError: If the guard had a process group when it was pickled, and none was set
-                since.
+            RuntimeError: If the guard lost its process group in a pickle, and none was set since.
         """
         if self._lacks_group:
             raise RuntimeError(
@@ -245,8 +237,7 @@ class NormGuard:
         """Returns the statistics and counts.
 
         Args:
-            wait: Waits for the device, so that the last step is included; otherwise the result may
-                be that of an earlier step.
+            wait: Waits for the device, so that the last step is included.
         """
         state = self.statistics.state(wait)
         deviation, limit = self.statistics.limits(wait)

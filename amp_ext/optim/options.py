@@ -79,8 +79,7 @@ def check_group(description: Any, group: Options, where: str) -> None:
 
     Raises:
         TypeError: If an option is of a wrong type.
-        ValueError: If an option is missing, or a step can't use its value. (torch raises a KeyError
-            for a missing option, but a KeyError would print the text of this error in quotes.)
+        ValueError: If an option is missing (torch raises a KeyError), or has an invalid value.
         RuntimeError: If ``differentiable`` is true.
     """
     for option in description.options:
@@ -105,7 +104,7 @@ def _check_types(description: Any, options: Options, where: str) -> None:
 
 def _check_values(description: Any, options: Options, where: str) -> None:
     description.check_options(options, where, _shown)
-    # The group holds the name of the dtype, which distributed checkpoints can store.
+    # A name instead of a dtype, which distributed checkpoints can't store.
     if isinstance(options["state_dtype"], torch.dtype):
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
@@ -181,8 +180,8 @@ def _is_flag(value: Any) -> bool:
 
 
 # Maps the type of an option to a function that returns True for a value of this type. As in torch,
-# a number may be a bool, or a tensor of one element if torch has the option, too; a flag may be 0,
-# 1 or None. Values of "states" are checked later, together with the ranges.
+# a number may be a bool, or a tensor if torch has the option; a flag may be 0, 1 or None. Values of
+# "states" are checked later.
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "learning rate": _is_tensor_or_number,
     "number": _is_tensor_or_number,

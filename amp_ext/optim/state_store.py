@@ -1,15 +1,16 @@
 """The states of parameters in an optimizer's dicts, sharded over ranks like the parameters.
 
-The compiled module decides what a parameter keeps in its state and how a file is read, and it only
-sees this rank's tensors. The functions here take the local shards of DTensors before a call, and
-make DTensors of the results.
+The compiled module decides which states a parameter has and how a file is read, and it only sees
+this rank's tensors. The functions here take the local shards of DTensors before a call, and make
+DTensors of the results.
 
-A float32 master has the key "master_param". Residuals of split masters and moments in 8 bits have
-other keys, which name their formats: "master_low_bf16"; "exp_avg_q8h" for a first moment as a ratio
-to the root of the second; "exp_avg_sq_q8s" for the root of a second moment and
-"momentum_buffer_q8m" for a momentum, both quantized in blocks of 32 elements, with an exponent for
-each block under a key such as "exp_avg_sq_exp". So code that knows only torch's keys can't mistake
-quantized values for moments.
+A float32 master has the key "master_param". Other formats have other keys, so that code that knows
+only torch's keys can't mistake quantized values for moments:
+
+* "master_low_bf16": residual of a split master.
+* "exp_avg_q8h": a first moment in 8 bits, as a ratio to the root of the second moment.
+* "exp_avg_sq_q8s", "momentum_buffer_q8m": the root of a second moment, or a momentum, quantized in
+  blocks of 32 elements. The exponents of the blocks have keys such as "exp_avg_sq_exp".
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def init_states(
 
     Returns:
         A dict from parameters to new states, only for states that differ from the present ones; and
-        for each parameter its specification, its reference and this rank's shards of its state.
+        the specification, reference and local state of each parameter.
 
     Raises:
         TypeError: If the value under one of the optimizer's keys is not a tensor.
@@ -181,7 +182,7 @@ def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     spec, param = placed.spec, placed.param
     local = local_tensor(param.detach())
     parts = {key: value for key, value in saved.items() if spec.is_key(key)}
-    if not is_over_rows(param):  # a block of 32 elements may be divided among ranks: dequantize it
+    if not is_over_rows(param):  # dequantize, because a block of 32 elements may span ranks
         for name, code, keys in spec.blocks_in(parts):
             codes, exponents = (_unsharded(parts.pop(key)).to(local.device) for key in keys)
             parts[name] = _over_all_ranks(param, ops.dequantize_blockwise(codes, exponents, code))

@@ -19,8 +19,8 @@ __all__ = ["has_step_pre_hooks", "with_step_hooks"]
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step with its hooks around it, and with the profiler if one is running.
 
-    ``torch.optim.Optimizer.profile_hook_step`` calls ``record_function`` in every step, even if no
-    profiler is running. This call takes as long as the rest of a small step.
+    ``torch.optim.Optimizer.profile_hook_step`` always calls ``record_function``, even without a
+    profiler, which takes as long as the rest of a small step.
 
     Args:
         func: The ``step`` of a class of optimizers.

@@ -24,15 +24,13 @@ __all__ = [
 class WeightDecayScheduler(ABC):
     """Sets ``group["weight_decay"]`` of an optimizer as a function of the number of steps.
 
-    Works with every optimizer whose groups have a weight decay, from amp_ext or torch, coupled or
-    decoupled. A subclass defines :meth:`weight_decay_at`. Each value depends only on the number of
-    the step, not on previous values, so a resumed run has the same bits as an uninterrupted one.
-    Other entries of a group do not change: schedulers of the learning rate can be used as well,
-    constructed and stepped in any order.
+    Works with every optimizer whose groups have a weight decay, from amp_ext or torch. A subclass
+    defines :meth:`weight_decay_at`. Each value depends only on the number of the step, so a resumed
+    run has the same bits as an uninterrupted one. Schedulers of the learning rate can be used as
+    well, constructed and stepped in any order.
 
     Each group stores its initial value as ``initial_weight_decay``. A group that is added later
-    joins at the next step, with its own weight decay as the initial value. A group that is removed
-    is forgotten at the next step.
+    joins at the next step, with its own weight decay as the initial value.
 
     Replays of a CUDA graph use the weight decay from the time of the capture.
 
@@ -112,9 +110,8 @@ class WeightDecayScheduler(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state and sets its values in the groups, before or after the optimizer loads.
 
-        The optimizer may have other groups than when the state was saved. Groups that the state
-        does not know start from their own weight decay. Groups that are added back before the next
-        step continue from their saved values.
+        Groups that the state does not know start from their own weight decay. Groups that are added
+        back before the next step continue from their saved values.
 
         Args:
             state_dict: A dict from ``state_dict()`` of the same class.
@@ -182,9 +179,8 @@ class LambdaWeightDecay(WeightDecayScheduler):
 
     Args:
         optimizer: The optimizer whose groups are set.
-        weight_decay_lambda: A function of the epoch, an int from 0, that returns the factor. One
-            function applies to all groups, including groups added later; a list has one for each
-            group.
+        weight_decay_lambda: A function of the epoch, an int from 0, that returns the factor for all
+            groups; or a list with one function for each group.
 
     Raises:
         ValueError: If a list does not have one function for each group.

@@ -62,18 +62,15 @@ class GradScaler(torch.amp.GradScaler):
     * A scale whose inverse is not finite (0, or 1e-39) counts as an overflow and warns once; torch
       would write NaN into the parameters.
     * ``update`` also accepts an int, or a tensor of one element and any shape.
-    * If ``unscale_`` or a step is interrupted by an exception after it may have written gradients
-      or parameters, both raise an error until ``update`` is called. That call needs no gradients to
-      have been scanned.
+    * If an exception interrupts ``unscale_`` or ``step`` after a possible write, both raise errors
+      until ``update`` is called.
     * The scale can be kept within limits, kept constant, or allowed to survive some overflows.
     * ``last_step_skipped``, ``stats`` and ``history`` report what happened without waiting for a
       GPU.
 
-    Hysteresis means that the scale falls only after several overflows. torch has none: every
-    overflow reduces the scale. NeMo resets its counter at every clean step, so that only
-    consecutive overflows count. Here, as in Megatron-LM, only a growth of the scale resets it: with
-    ``hysteresis=3`` the third overflow since the last growth reduces the scale, and so does each
-    one after it.
+    With ``hysteresis=3``, the third overflow since the last growth of the scale reduces the scale,
+    and so does each one after it. As in Megatron-LM, only a growth resets the count; in NeMo, every
+    clean step does. torch has no hysteresis.
 
     The logger "amp_ext" gets one INFO message when the first scale has settled. It gets a WARNING
     with the name of the first bad parameter when ``warn_after`` updates in a row were skipped.
@@ -114,18 +111,17 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor: Factor by which the scale falls after an overflow; below 1.
             growth_interval: Number of clean iterations until the scale grows.
             enabled: If false, every method passes its input through.
-            min_scale: Smallest value to which the scale can fall, or None. At this limit the
-                scale no longer falls after an overflow, so don't infer skipped steps from it.
+            min_scale: Smallest value to which the scale can fall, or None. The scale may then stay
+                the same after an overflow, so don't infer skipped steps from it.
             max_scale: Largest value to which the scale can grow, or None.
             dynamic: If false, the scale stays at ``init_scale``. Steps are still skipped after
                 overflows.
             hysteresis: Number of overflows since the last growth after which the scale falls.
             warn_after: Number of consecutive skipped updates after which a warning is logged.
             process_group: Ranks that skip a step together, a ``torch.distributed.ProcessGroup``.
-                Each scan ends with one all-reduce of three numbers over them, so all of them must
-                step the same optimizers. If their scales differ, all skip and ``update`` raises.
-                With None there is no collective: ranks agree anyway if their scales are the same
-                and their gradients are reduced, as with DDP, or are DTensors.
+                They must step the same optimizers, because each scan ends with one all-reduce. If
+                their scales differ, all skip and ``update`` raises. None suits ranks with equal
+                scales and reduced gradients, as with DDP, or with DTensors.
 
         Raises:
             AssertionError: If a factor is out of range.
@@ -180,9 +176,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If no loss was scaled.
-            RuntimeError: If since the last update these gradients were unscaled, also with another
-                optimizer, or the optimizer has stepped, or one of these calls was interrupted; or
-                if a gradient is complex.
+            RuntimeError: If a gradient is complex. Also if, since the last update, these gradients
+                were unscaled (also with another optimizer), the optimizer has stepped, or one of
+                these calls was interrupted.
             ValueError: If a gradient is float16.
             TypeError: If ``optimizer`` is not an optimizer.
         """
@@ -195,7 +191,7 @@ class GradScaler(torch.amp.GradScaler):
             state["iteration"].check_needs_no_reset("unscale_")
         if state["stage"] is OptState.READY:
             _start_iteration(self, "unscale_", optimizer, state)
-        # Calls torch's own class, because FSDP1's override would reduce the flags a second time.
+        # FSDP1's override would reduce the flags a second time.
         _TORCH_GRAD_SCALER.unscale_(self, optimizer)
         _agree_over_group(self, state)
         state["iteration"].needs_reset = False  # an exception above leaves it True
@@ -208,8 +204,8 @@ class GradScaler(torch.amp.GradScaler):
         """Returns the flags of a scan, reduced over all ranks. The scaler does not change.
 
         Args:
-            flags: Maps each device that holds a gradient to one float32, which is not 0 if a
-                gradient there is inf or NaN.
+            flags: Maps each device with gradients to one float32: not 0 if a gradient there has inf
+                or NaN.
         """
         group = self._reduces_over()
         if group is None:
@@ -275,11 +271,11 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If no loss was scaled, or the optimizer had no gradient to scan.
-            RuntimeError: If since the last update the optimizer has stepped, or a call was
-                interrupted; if ``closure`` is given; if a gradient is complex; or if a gradient may
-                carry another scale than the optimizer expects, because it appeared after
-                ``unscale_``, was written or replaced after a later :meth:`scale`, or was unscaled
-                with another optimizer.
+            RuntimeError: If ``closure`` is given or a gradient is complex. If, since the last
+                update, the optimizer has stepped, or a call was interrupted. If a gradient may
+                carry another scale than expected, because it appeared after ``unscale_``, was
+                written or replaced after a later :meth:`scale`, or was unscaled with another
+                optimizer.
             TypeError: If ``optimizer`` is not an optimizer, or is a wrapper that hides the
                 optimizer that needs the scale.
         """
@@ -342,11 +338,10 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: If no loss was scaled, or no ``step`` or ``unscale_`` scanned gradients
                 and none was interrupted, or torch would refuse the tensor ``new_scale``.
             RuntimeError: If ``new_scale`` is a finite number that does not fit float32. Also if the
-                ranks of ``process_group`` had different scales in the last update that the device
-                has finished; in this case the iteration has ended.
+                ranks of ``process_group`` had different scales in the last finished update; only
+                this error ends the iteration.
             ValueError: If ``new_scale`` is negative, NaN or inf. A tensor on a GPU is not read.
-            TypeError: If ``new_scale`` is not a number. After all errors except that of different
-                scales the iteration is unchanged.
+            TypeError: If ``new_scale`` is not a number.
         """
         if not self._enabled:
             return
@@ -366,8 +361,8 @@ class GradScaler(torch.amp.GradScaler):
         messages: Any = None
         if scale.device.type in DEVICE_TYPES:
             next_states: Any = defaultdict(_refresh_per_optimizer_state)
-            # This call ends the iteration, so that another update does not count the same scans
-            # again. It returns None and changes nothing if nothing was scanned.
+            # Ends the iteration, so that another update does not count the same scans again.
+            # Returns None and changes nothing if nothing was scanned.
             messages = self._loss_scale.update(vars(self), new_scale, next_states)
         if messages is None:
             # torch updates the scale without our kernels, and raises if nothing was scanned.
@@ -496,8 +491,8 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: If the dict is empty, as that of a disabled scaler is.
             TypeError: If ``state_dict`` is not a dict.
             KeyError: If an entry is missing.
-            ValueError: If an entry is not a number, or out of range. After any error or an
-                interrupt the scaler is unchanged.
+            ValueError: If an entry is not a number, or out of range. After any error or interrupt
+                the scaler is unchanged.
         """
         operation = "GradScaler.load_state_dict"
         if self._enabled:
@@ -554,8 +549,7 @@ def _state_of(states: dict[int, dict[str, Any]], optimizer: Any) -> dict[str, An
     """Returns the dict with the state of an optimizer since the last update.
 
     torch and other libraries look this dict up under ``id(optimizer)``. A wrapper and the optimizer
-    inside share one dict. The id of an object that no longer exists may be reused; its dict is then
-    moved to another key.
+    inside share one dict. If an id is reused by a new object, the old dict moves to another key.
     """
     inside = optimizer_inside(optimizer)
     for key in {id(optimizer), id(inside)}:
@@ -575,7 +569,7 @@ def _start_iteration(
     """Starts the iteration of an optimizer; returns the initial ``found_inf`` flag of its scan.
 
     Raises RuntimeError if its gradients no longer carry the scale. Adds ``state["iteration"]``, the
-    data that the compiled module stores about the optimizer until the update.
+    compiled module's data about the optimizer until the update.
     """
     inside = optimizer_inside(optimizer)
     return scaler._loss_scale.start_iteration(operation, vars(scaler), state, inside)
@@ -664,8 +658,7 @@ def _step_with_scale(
             with contextlib.suppress(AttributeError):  # the optimizer may have deleted it
                 del optimizer.grad_scale
         again = None if amp_context.scan is scan else amp_context.scan
-        # Ranks have agreed on the first scan, so it stays. An empty second scan means that a hook
-        # has removed all gradients.
+        # Keep the first scan if ranks agreed on it, or if a hook removed all gradients.
         if again is not None and again.found_infs and scaler._reduces_over() is None:
             state["found_inf_per_device"] = dict(again.found_infs)
         state["stage"] = OptState.STEPPED

@@ -18,12 +18,11 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
     Replaces ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``: if one rank finds inf
     or NaN in its shard, every rank skips the step. Differences:
 
-    * The ranks also agree if the optimizer unscales inside its step, as the optimizers of
-      ``amp_ext.optim`` and torch's fused ones do. torch's class reduces only in ``unscale_``, so
-      that some ranks would step while others skip.
+    * The ranks also agree if the optimizer unscales inside its step, like those of
+      ``amp_ext.optim`` and torch's fused ones. torch's class reduces only in ``unscale_``, so some
+      ranks would step while others skip.
     * One scan needs one all-reduce of three numbers, however many devices hold gradients.
-    * If ranks have different scales, all skip and ``update`` raises. In torch's class they drift
-      apart.
+    * If ranks have different scales, all skip and ``update`` raises; in torch's class they drift.
     * Everything that :class:`GradScaler` adds is available.
 
     ``unscale_`` accepts float16 gradients, as in torch's class. FSDP2 (``fully_shard``) does not
@@ -45,9 +44,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
     ) -> None:
         """Sets the options. As in torch, ``backoff_factor`` comes before ``growth_factor``.
 
-        The arguments and errors are those of :class:`GradScaler`, except that
-        ``process_group=None`` stands for all ranks. ``options`` are the options that torch does not
-        have.
+        Arguments and errors are those of :class:`GradScaler`, except that ``process_group=None``
+        stands for all ranks. ``options`` are the options that torch does not have.
         """
         super().__init__(
             device,

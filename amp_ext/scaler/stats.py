@@ -33,8 +33,7 @@ class ScalerStats:
         smallest_scale: Smallest scale so far.
         largest_scale: Largest scale so far.
         last_nonfinite: Name of the first tensor with inf or NaN at the last skip that found one on
-            this rank, or None: "layer.weight", or "group 0, param 3" if the optimizer was
-            constructed without names (``named_parameters()``).
+            this rank, or None. Without ``named_parameters()`` a position: "group 0, param 3".
     """
 
     updates: int
