@@ -12,9 +12,8 @@
 
 namespace amp_ext {
 
-// Decision of a step, made from its inputs before it processes gradients: skip or not, and the
-// factors for unscaling and clipping. A scale without a finite inverse (0, or 1e-39) counts as an
-// overflow, because gradients can't be unscaled.
+// Decision of a step, made before it processes gradients: whether to skip, and the factors for
+// unscaling and clipping. A scale without a finite inverse (0, or 1e-39) counts as an overflow.
 struct StepDecision {
   float inv_scale;
   float clip_coefficient;
@@ -28,7 +27,7 @@ struct StepDecision {
   AMP_EXT_INLINE float step_applied() const { return skip ? 0.0f : 1.0f; }
 
   static AMP_EXT_INLINE StepDecision read(const GradientInputs& inputs) {
-    // Load all inputs before the first use, so that a GPU waits for memory only once.
+    // Load all inputs before the first use, so that a GPU waits only once.
     const bool overflow = inputs.found_inf != nullptr && *inputs.found_inf != 0.0f;
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
@@ -53,15 +52,15 @@ struct StepDecision {
       if (!is_finite(max_norm)) return factor;
     }
     factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
-    // If the norm overflows or the coefficient underflows in float32, use the norm in float64.
+    // If the norm overflows or the coefficient underflows, compute in float64.
     const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
     factor.clip_coefficient64 =
         fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
     return factor;
   }
 
-  // Adds the norm to the statistics of the guard, which changes the guard's limit. So call this
-  // only after the last kernel that reads the inputs.
+  // Adds the norm to the statistics of the guard and changes its limit. Call it after the last
+  // kernel that reads the inputs.
   static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
     const StepDecision factor = read(inputs);
     const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
@@ -69,7 +68,7 @@ struct StepDecision {
   }
 };
 
-// Constants of a step for one tensor: everything that does not depend on the element.
+// Constants of a step for one tensor.
 template <typename Functor, typename T>
 struct TensorConstants {
   Functor update;
@@ -87,7 +86,7 @@ struct TensorConstants {
                 factor);
   }
 
-  // Overload for callers that have loaded `lr` and `step` before, by read_lr() and read_step().
+  // Overload with `lr` and `step` from read_lr() and read_step().
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
        const StepDecision& factor) {
@@ -108,7 +107,7 @@ struct TensorConstants {
                : static_cast<double>(*hyperparameters.lr_on_device);
   }
 
-  // Returns the number of this step, from 1: the counter `step` plus 1, or `timestep` if null.
+  // Returns the number of this step, from 1: *step + 1, or `timestep` if `step` is null.
   static AMP_EXT_INLINE double read_step(const CommonHyperparameters& hyperparameters,
                                          const float* step) {
     return step == nullptr ? hyperparameters.timestep : steps_of(*step) + 1.0;
@@ -124,8 +123,8 @@ struct TensorConstants {
   AMP_EXT_INLINE bool skips(T grad) const { return skip_nonfinite && !is_finite(grad); }
 };
 
-// Calls the formula for one element or vector of elements. `grad` must be unscaled and clipped. If
-// kRoot is not -1, the second moment buffers[kRoot] is replaced by its square root.
+// Calls the formula for one element or vector of elements. `grad` must be unscaled and clipped.
+// Unless kRoot is -1, the second moment buffers[kRoot] is replaced by its square root.
 template <int kRoot, typename Functor, typename T, typename V, int... index>
 AMP_EXT_INLINE void update_element(const TensorConstants<Functor, T>& constants, V grad, V& param,
                                    [[maybe_unused]] V* buffers,

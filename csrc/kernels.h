@@ -18,8 +18,7 @@
 // Calls X(functor) for each optimizer.
 #define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)
 
-// Calls X(functor, n) for each kernel. The kernel uses the first n buffers of
-// Hyperparameters::kBuffers.
+// Calls X(functor, n) for each kernel, which uses the first n buffers of Hyperparameters::kBuffers.
 #define AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(X) \
   X(Adam, 2)                                 \
   X(Adam, 3) /* AMSGrad */                   \
@@ -44,8 +43,7 @@ struct Combination {
   using T = typename ComputeType<typename Param::Stored>::type;  // type of the computation
 };
 
-// Formats of all arrays that one kernel reads or writes. Its buffers are the first ones of
-// Hyperparameters::kBuffers.
+// Formats of all arrays of one kernel. Its buffers are the first ones of Hyperparameters::kBuffers.
 template <typename OwnHyperparameters, typename GradFormat, typename ParamFormat,
           typename... BufferFormatTypes>
 struct NumberFormats {
@@ -100,7 +98,7 @@ constexpr bool is_compiled() {
   if constexpr (Buffers::kAreCoded) {
     return BufferDescriptions::of<Hyperparameters>(kBuffers).are_taken_in(Buffers::kCodes);
   } else {
-    // Without buffers, all Uniform formats would give the same kernel, so only one is compiled.
+    // Without buffers, all Uniform formats would give the same kernel.
     return kBuffers > 0 || std::is_same_v<Buffers, Uniform<typename Combination::T>>;
   }
 }
@@ -111,8 +109,8 @@ struct Combinations {};
 template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
-// Combinations of 16-bit parameters with every kind of master weight and gradient dtype, and
-// buffers stored as `Buffers`. `Parts` has the combinations with split masters, `Whole` the others.
+// Combinations of 16-bit parameters with every kind of master and gradient dtype, and buffers
+// stored as `Buffers`: with split masters in `Parts`, others in `Whole`.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
@@ -134,8 +132,7 @@ template <typename Grad, typename Param>
 using WithCodes = Combinations<Combination<Grad, Param, Coded<Codes::kAll>>,
                                Combination<Grad, Param, Coded<Codes::kAllButRoots>>>;
 
-// Combinations of 16-bit parameters with every kind of master weight and 8-bit moments. Gradients
-// have the dtype of the parameter.
+// Combinations of 16-bit parameters and gradients with every kind of master and 8-bit moments.
 template <typename Param>
 struct WithMastersAndCodes {
   using Same = Plain<Param>;
@@ -145,7 +142,7 @@ struct WithMastersAndCodes {
   using Type = decltype(joined(Whole(), Parts()));
 };
 
-// The combinations of 16-bit parameters in three parts, one per source file of the CUDA engine.
+// Combinations of 16-bit parameters in three parts, one per source of the CUDA engine.
 template <typename Param>
 using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>

@@ -1,5 +1,5 @@
-// Interface between operations and engines: the arguments of each kernel launch, with tensors as
-// plain pointers. The step of a single element is in element.h.
+// Interface between operations and engines: the arguments of each launch, with plain pointers. The
+// step of a single element is in element.h.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@
 
 namespace amp_ext {
 
-// Pointers and formats of one parameter. Its arrays are dense, with `numel` elements in the same
-// order. An operation on gradients alone uses only `grad`, `grad_dtype`, `numel` and `group`.
+// Pointers and formats of one parameter. Its arrays are dense and in the same order. An operation
+// on gradients alone uses only `grad`, `grad_dtype`, `numel` and `group`.
 struct KernelTensorArgs {
   void* grad = nullptr;
   void* param = nullptr;
@@ -41,14 +41,13 @@ struct KernelTensorArgs {
   int64_t global_offset = 0;  // index of the first element in the full, unsharded tensor
 };
 
-// Bits of KernelTensorArgs::dithered for the parameter and the first buffer. A bit has an effect
-// only if the values are stored in 16 or 8 bits.
+// Bits of KernelTensorArgs::dithered for the parameter and the first buffer. They have no effect on
+// values stored in 32 or 64 bits.
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
-// Decay rate (such as beta1) from which on first moments and momenta are dithered. From this rate
-// on, a step may change them by less than half a unit in the last place, so rounding to nearest
-// would freeze them. Second moments are dithered with any decay rate.
+// Decay rate (such as beta1) from which on first moments and momenta are dithered. Above, a step
+// may change them by less than half a unit in the last place, which rounding to nearest would lose.
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>
@@ -78,9 +77,8 @@ bool has_formats(const KernelTensorArgs& args) {
          has_buffers<NumberFormats>(args, typename NumberFormats::Indices());
 }
 
-// Calls run(weight, average) for each pair of formats for which averages are compiled, until a call
-// returns true. The arguments are default values of the two format types. A float32 master weight
-// counts as a float32 weight.
+// Calls run(weight, average) with default values of each pair of formats for which averages are
+// compiled, until a call returns true. A float32 master counts as a float32 weight.
 template <typename Run>
 bool any_formats_of_averages(const Run& run) {
   const auto of_weight = [&](auto weight) {
@@ -122,8 +120,8 @@ struct StepLaunch {
   bool may_take_fast_path = true;  // allow the fast CUDA kernels, which give the same bits
 };
 
-// One update of the averages of many weights. In KernelTensorArgs, `param` is the weight,
-// `master_param` its residual if the master is split, and the first buffer is the average.
+// One update of the averages of many weights. `param` is the weight, `master_param` its residual,
+// and the first buffer is the average.
 struct AverageLaunch {
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
@@ -141,8 +139,8 @@ struct GradScanLaunch {
   int64_t* first_nonfinite;  // [1], lowered to the index of the first such gradient; or null
   double* sum_of_squares;    // [1], the sum is added to it; null: not computed
   bool skip_nonfinite;       // leave elements that are inf or NaN out of the sum
-  // Receives the sum of squares of each gradient, at its index KernelTensorArgs::group; inf if the
-  // sum is not finite. May be null, and requires sum_of_squares.
+  // [tensors], receives the sum of squares of each gradient, at index KernelTensorArgs::group; inf
+  // if not finite. May be null; requires sum_of_squares.
   double* squares_of_tensors = nullptr;
 };
 
@@ -155,8 +153,7 @@ struct ReportMemory {
   OptimizerReport* optimizers_mirror = nullptr;  // [number_of_optimizers]
   int64_t number_of_optimizers = 0;
 
-  // Copies all but `started` and `finished` to the mirrors. If several threads share the work,
-  // `copiers` is their number and `copier` the index of the calling thread.
+  // Copies all but `started` and `finished` to the mirrors, as thread `copier` of `copiers`.
   AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
     constexpr int64_t kWords = sizeof(ScalerSummary) / sizeof(int64_t);
     copy_words(report, mirror, 2 + copier, kWords, copiers);
@@ -174,8 +171,8 @@ struct ScaleUpdate {
   ReportMemory reports;
 };
 
-// Inputs of the factor by which gradients are multiplied. The factor is `inv_scale`. If `inv_scale`
-// is null, the factor clips the norm `total_norm` to `max_norm`.
+// Inputs of the factor by which gradients are multiplied: `inv_scale`, or if that is null, the
+// factor that clips the norm `total_norm` to `max_norm`.
 struct MultiplyInputs {
   const float* inv_scale = nullptr;   // [1], or null
   const float* total_norm = nullptr;  // [1], used if inv_scale is null

@@ -11,8 +11,8 @@
 namespace amp_ext::cpu {
 
 #if defined(__x86_64__)
-// True if the processor converts float16. Reads cpuid, because clang's __builtin_cpu_supports does
-// not know "f16c". The caller's test for AVX2 covers what the operating system must support.
+// Reads cpuid, because clang's __builtin_cpu_supports does not know "f16c". The caller also tests
+// for AVX2, which includes what the operating system must support.
 static bool has_f16c() {
   unsigned int a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;

@@ -16,13 +16,13 @@ struct Engine {
   const char* name;
   void (*step)(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
                int64_t begin, int64_t end);
-  // Returns the lowest index (KernelTensorArgs::group) of a gradient with an inf or NaN, or
-  // kNoTensor. If `sums` is not null, sums[tiles.number_of_tiles()] receives each tile's sum of
-  // squares. The sum includes elements that are inf or NaN, unless skip_nonfinite is true.
+  // Returns the lowest index (KernelTensorArgs::group) of a gradient with inf or NaN, or kNoTensor.
+  // If `sums` is not null, sums[tiles.number_of_tiles()] receives each tile's sum of squares,
+  // without inf and NaN if skip_nonfinite is true.
   int64_t (*scan)(const TileMap& tiles, double* sums, bool skip_nonfinite, int64_t begin,
                   int64_t end);
-  // Multiplies gradients in place. Returns the lowest index of a gradient that had an inf or NaN
-  // before the multiplication, or kNoTensor.
+  // Multiplies gradients in place. Returns the lowest index of a gradient that had inf or NaN
+  // before, or kNoTensor.
   int64_t (*multiply)(const TileMap& tiles, float factor, int64_t begin, int64_t end);
   // Adds the number of infs and NaNs in tensor i of `tiles` to counts[i].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
@@ -44,9 +44,8 @@ extern const Engine kEngine;
 }
 #endif
 
-// Returns the widest engine that the processor can run, or the one that the environment variable
-// AMP_EXT_CPU_ISA names (plain, avx2, avx512). Returns null if the name is unknown or the processor
-// lacks the instructions.
+// Returns the widest engine for the processor, or the one that the environment variable
+// AMP_EXT_CPU_ISA names (plain, avx2, avx512); null if that engine is unknown or can't run.
 const Engine* select_engine();
 
 }  // namespace amp_ext::cpu

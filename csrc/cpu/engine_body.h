@@ -1,6 +1,5 @@
 // The kernels of one instruction set, AMP_EXT_ISA. Each engine_*.cpp includes this file once, after
-// the standard headers and after choosing its instructions. So the order below matters, and there
-// is no include guard.
+// choosing its instructions, so there is no include guard.
 #include "cpu/number.h"
 // After cpu/number.h, because the functors use its vectors:
 #include "cpu/engine.h"
@@ -13,20 +12,18 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Number of elements that are updated before any of them is rounded. If each vector were rounded at
-// once, the many rounding instructions would wait for the division of the next vector.
+// Number of elements that are updated before any of them is rounded. Rounding each vector at once
+// would wait for the division of the next vector.
 constexpr int64_t kChunkSize = 512;
 
-// Prefetch distance in elements. Hardware prefetchers stop at the end of a page, and all arrays of
-// a step reach the end together.
+// Prefetch distance in elements. Hardware prefetchers stop at the end of a page.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
-// Additional prefetch distance of each array beyond the previous one. Otherwise all arrays that
-// start at the same offset in a page would enter a new page at once.
+// Additional distance of each array, so that not all arrays enter a new page at once.
 template <typename T>
 constexpr int64_t kApart = 512 / sizeof(T);
-// Number of elements per prefetch: one cache line of each array, because more requests would wait
-// for each other. A line holds twice as many 16-bit elements as results of type T.
+// Elements per prefetch: one cache line of each array, which holds twice as many 16-bit elements as
+// results of type T.
 template <typename T, bool kIsNative>
 constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
@@ -57,9 +54,8 @@ class Dither {
   const uint32_t* first_phase_ = nullptr;
 };
 
-// Rounds the results of a chunk to their stored format. Not inlined, because copies in all kernels
-// would be a quarter of the engine's code and of its compile time. Native numbers, which are stored
-// in the type of the computation, need no rounding.
+// Rounds the results of a chunk to their stored format. Not inlined: copies in all kernels would be
+// a quarter of the engine's code and compile time. Native numbers are stored as computed.
 template <typename Stored, typename T, typename... Beside>
 __attribute__((noinline)) void round_chunk(Stored stored, const T* results, int64_t count,
                                            Rounding rounding, Beside... beside) {
@@ -114,7 +110,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     (entry<index>(buffers).prefetch(first + (index + 2) * kApart<T>, count), ...);
   }
 
-  // Sets `results` to the arrays that receive the buffers' results before the results are rounded.
+  // Sets `results` to the arrays that receive the buffers' results before rounding.
   AMP_EXT_INLINE void results_in(T (*scratch)[kChunkSize], T** results) const {
     ((results[index] = entry<index>(buffers).results_in(scratch[index])), ...);
   }
@@ -192,8 +188,8 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
-// Updates `count` elements: whole vectors, and at most kChunkSize elements if an array has to be
-// rounded. The first `rest` elements may be prefetched.
+// Updates `count` elements: whole vectors, at most kChunkSize if an array has to be rounded. May
+// prefetch the first `rest` elements.
 template <typename Streams, typename Functor, typename T>
 AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
                                  const Streams& streams, const Dither& dither, int64_t count,
@@ -360,9 +356,8 @@ inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecis
   }
 }
 
-// Calls visit(first, second) for pairs of vectors that hold the bits of all elements as type T,
-// with zeros after the last element. Pairs halve the dependency chain of a running result. The
-// first `rest` elements may be prefetched.
+// Calls visit(first, second) for pairs of vectors with the bits of all elements as type T, zeros
+// after the last element. Pairs halve the dependency chain of a running result.
 template <typename T, typename Storage, typename Visit>
 AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_t rest,
                                   const Visit& visit) {
@@ -384,7 +379,7 @@ AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_
   visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
-// Type in which exponents are compared. The other bits are 0, so a float may be inf but not NaN.
+// Type in which exponents are compared: inf is possible, NaN is not.
 template <typename Storage>
 struct ExponentType {
   using type = int16_t;
@@ -398,7 +393,7 @@ struct ExponentType<double> {
   using type = double;
 };
 
-// True if any element is inf or NaN. A test of the largest exponent is enough.
+// True if any element is inf or NaN, by a test of the largest exponent.
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
@@ -412,8 +407,8 @@ bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   return any(bit_cast<Vector<T>>(largest) == kExponentMask<Storage>);
 }
 
-// Returns how many elements are inf or NaN. `count` is at most kTileSize, so that the counts of all
-// lanes fit into 16 bits.
+// Returns how many of up to kTileSize elements are inf or NaN: 16 bits suffice for the count of a
+// lane.
 template <typename Storage>
 int64_t number_of_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
@@ -441,8 +436,8 @@ AMP_EXT_INLINE double to_double(Storage value) {
 // Number of elements whose squares are summed in float32 before the sum is checked.
 constexpr int64_t kSumSize = 1024;
 
-// Returns the sum of squares in a fixed order: elements are added to 32 running sums, and these are
-// added in pairs. `count` is at most kSumSize. Prefetches `ahead` elements in advance.
+// Returns the sum of squares of up to kSumSize elements, in a fixed order: 32 running sums, added
+// in pairs. Prefetches `ahead` elements in advance.
 template <typename Storage>
 float sum_of_squares_in_float(const Storage* elements, int64_t count, int64_t ahead) {
   using V = Vector<float>;
@@ -484,7 +479,7 @@ double sum_of_squares_in_double(const Storage* elements, int64_t count) {
 // Sums below this limit may have lost bits of small squares in float32.
 constexpr float kSmallSum = 1e-20f;
 
-// Returns the sum of squares in float64. Sums kSumSize elements at a time in float32, unless their
+// Returns the sum of squares in float64: of kSumSize elements at a time in float32, unless their
 // squares are too large or too small for float32.
 template <typename Storage>
 double sum_of_squares(const Storage* elements, int64_t count, int64_t rest) {
@@ -532,8 +527,8 @@ inline int64_t scan(const TileMap& tiles, double* sums, bool skip_nonfinite, int
       if (sums != nullptr) {
         const double sum = sum_of_squares(grad, count, rest);
         sums[tile.index_of_tile] = sum;
-        // A finite sum proves that there is no inf or NaN. An infinite sum does not prove one:
-        // squares may overflow in float64.
+        // A finite sum proves that there is no inf or NaN. An infinite sum may be an overflow in
+        // float64.
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;

@@ -1,10 +1,9 @@
 // The fast path of Adam's step with 16-bit or 8-bit moments, for common options and values (see
 // elements/fast_path.h). It gives the same bits as engine_body.h, which includes this file.
 //
-// A first loop updates a group of elements and leaves the results in scratch memory. If a result is
-// unusual (NaN, or a second moment that is negative or nearly infinite), the general code updates
-// the group instead, because nothing has been stored yet. Otherwise a second loop quantizes and
-// stores the results. So each number is dequantized only once, and one test covers the whole group.
+// A first loop updates a group of elements in scratch memory. A second loop quantizes and stores
+// the results, unless one is unusual (NaN, or a second moment that is negative or nearly infinite):
+// then the general code updates the whole group.
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
@@ -24,14 +23,14 @@ inline constexpr bool kMayDither<Ratio> = true;
 template <>
 inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
 
-// The bits of KernelTensorArgs::dithered that have an effect for these number formats.
+// Bits of KernelTensorArgs::dithered that matter for these formats.
 template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
     (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
     (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
     (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
-// Returns the bits of KernelTensorArgs::dithered that a tensor on the fast path must have: the bits
-// that the default betas give, and the bits of all 8-bit buffers.
+// Returns the bits of KernelTensorArgs::dithered that the fast path requires: those of the default
+// betas and of all 8-bit buffers.
 template <typename NumberFormats>
 constexpr int usual_dither() {
   typename NumberFormats::Hyperparameters defaults;
@@ -45,8 +44,7 @@ bool has_usual_dither(const KernelTensorArgs& args) {
   return (args.dithered & kMayDitherAmong<NumberFormats>) == usual_dither<NumberFormats>();
 }
 
-// True if a functor has a fast path for these number formats. With float32 moments, a fast path
-// would save nothing.
+// True if a functor has a fast path for these number formats. Float32 moments would gain nothing.
 template <typename Functor, typename NumberFormats>
 inline constexpr bool kHasFastPath = false;
 template <typename NumberFormats>
@@ -84,8 +82,8 @@ AMP_EXT_INLINE void store_upper_bits(BFloat16* to, const FourVectors& words) {
   }
 }
 
-// Loads a parameter or a moment. If a parameter was set to 0 from outside, its split master may
-// load as NaN, which sends the group to the general code.
+// Loads a parameter or a moment. A split master may load as NaN after its parameter was set to 0
+// from outside; the general code then updates the group.
 template <typename NumberFormat>
 AMP_EXT_INLINE Vector<float> fast_load(const Numbers<NumberFormat>& numbers, int64_t index) {
   return numbers.template load<Vector<float>>(index);
@@ -184,8 +182,7 @@ struct FastGroup {
   alignas(64) float params[kGroupSize];
   alignas(64) float firsts[kGroupSize];
   alignas(64) float seconds[kGroupSize];  // second moments, or their roots if roots are stored
-  // For each block, its exponent byte, and the bits of three floats that quantize its roots: the
-  // unit, the inverse unit, and the smallest root that is not 0.
+  // For each block, its exponent byte, and the bits of three floats that quantize its roots.
   alignas(64) uint8_t exponents[kLanes<float>];
   alignas(64) uint32_t units[kLanes<float>];
   alignas(64) uint32_t inverses[kLanes<float>];
@@ -200,8 +197,7 @@ struct FastGroup {
     NanSeen nan;
     U unusual = {};  // not 0 in lanes with an unusual number
     if constexpr (NumberFormats::kHasRatios) {
-      // A ratio is NaN if the low 7 bits of its code are 127; adding 1 then sets the upper bit of
-      // the byte.
+      // The code of a NaN has low bits 127; adding 1 then sets the upper bit of the byte.
       for (int64_t i = 0; i < kGroupSize; i += sizeof(U)) {
         unusual |= (load_bits<U>(first_moments.codes + first + i) & 0x7f7f7f7fu) + 0x01010101u;
       }
@@ -234,8 +230,7 @@ struct FastGroup {
         } else {
           second_moment = fast_load(second_moments, index);
           if constexpr (NumberFormats::kHasRatios) {
-            // Collect signs, because a negative second moment has no root: the unit would be wrong,
-            // and the new ratio could be infinite.
+            // Collect signs: a negative second moment has no root.
             signs |= bits_of(second_moment);
             unit = ((bits_of(second_moment) >> 1) + 0x1fc00000u) & 0x7f800000u;
           }

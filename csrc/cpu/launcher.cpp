@@ -11,7 +11,7 @@ namespace amp_ext::cpu {
 namespace {
 
 // Cost (see TileMap) below which work stays in the calling thread: about 0.1 ms. Waking threads may
-// take milliseconds on a busy machine.
+// take milliseconds.
 constexpr int64_t kSerialCost = 131072;
 
 void lower(int64_t* first_nonfinite, int64_t index) {

@@ -10,8 +10,7 @@
 
 namespace amp_ext::cpu {
 
-// Calls run(begin, end) for ranges that make up [0, total), in parallel if that pays. A range
-// shorter than `grain` is not worth a thread.
+// Calls run(begin, end) for ranges that make up [0, total). A range is at least `grain` long.
 using ParallelFor = void (*)(int64_t total, int64_t grain,
                              const std::function<void(int64_t, int64_t)>& run);
 

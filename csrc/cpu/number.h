@@ -1,8 +1,7 @@
 // Loads and stores numbers of each format with the vectors of one instruction set.
 //
-// An update leaves the results of a chunk in the memory that `results_in(scratch)` returns: the
-// array itself if it stores the type of the computation, else scratch memory. Then `round` converts
-// the results to the stored format.
+// An update writes to `results_in(scratch)`: the array itself if it stores the type of the
+// computation, else scratch memory. Then `round` converts the results to the stored format.
 #pragma once
 
 #include "cpu/vector.h"
@@ -15,8 +14,8 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// A copy of a tensor's last elements, which do not fill a vector, padded with zeros. Not inlined,
-// because every kernel has one for each array and rarely runs it.
+// Copies a tensor's last elements, which do not fill a vector, padded with zeros. Not inlined,
+// because every kernel rarely runs one for each array.
 template <typename Storage>
 struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];
@@ -85,9 +84,9 @@ AMP_EXT_INLINE void round_results(const T* results, int64_t count, Storage* stor
 // Extra room for phases, because fill_phases begins at a multiple of 8 and stores whole vectors.
 inline constexpr int64_t kBesidePhases = 8 * kLanes<uint32_t> + 7;
 
-// Computes the dither phases of `count` elements; the first has index `first` in the unsharded
-// tensor. `phases` has room for count + kBesidePhases numbers. Returns a pointer to the first
-// element's phase. Not inlined, because that would slow kernels without dithering by 1 to 4 %.
+// Computes the dither phases of `count` elements, the first at index `first` of the unsharded
+// tensor, into room for count + kBesidePhases numbers. Returns the first element's phase. Inlining
+// would slow kernels without dithering by 1 to 4 %.
 __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int64_t count,
                                                              uint32_t* phases) {
   using U = Vector<uint32_t>;
@@ -101,7 +100,7 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   U own = (lanes + static_cast<uint32_t>(place - before)) * kPhaseStride;
   for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
     const U number = begin + static_cast<uint32_t>(i);
-    // `carry` is -1 (true) where the lower half overflowed: subtracting it adds 1 to `high`.
+    // `carry` is -1 where the lower half overflowed.
     const U carry = bit_cast<U>(number < residual);
     const EightTimes hashes(dither_hash(number, high - carry));
     for (int k = 0; k < 8; ++k) {
@@ -112,8 +111,8 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   return phases + before;
 }
 
-// The numbers of one format in a tensor, from some element on. `Padded` holds a copy of the last
-// elements, which do not fill a vector.
+// The numbers of one format in a tensor, from some element on. `Padded` copies the last elements,
+// which do not fill a vector.
 template <typename NumberFormat>
 struct Numbers;
 
@@ -354,8 +353,7 @@ struct Numbers<Blockwise<Code>> {
       const auto bits = bits_of(measured[k]) & 0x7fffffffu;
       const auto words = rounding.words(first + k * kLanes<float>);
       const auto lifted = Code::lifted(bits, rounding.dithers(), words);
-      // Halve the bits, because the bits of a NaN may exceed the largest int32. The result does not
-      // need the last bit.
+      // Halve the bits, so that a NaN fits int32. The last bit is not needed.
       largest = maximum(as_signed(lifted >> 1), largest);
     }
     const BlockUnit unit = BlockUnit::above(static_cast<uint32_t>(largest_lane(largest)) << 1,

@@ -22,9 +22,9 @@ struct Tile {
   int64_t end_ahead;  // end of the elements that may be prefetched; 0 if none may be
 };
 
-// Places tensors one after another on an axis of cost. The cost of a tensor is its number of
-// elements plus an overhead for starting it. Each thread processes the tiles that start in its
-// range of the axis. So exactly one thread processes each tile, wherever the axis is cut.
+// Places tensors one after another on an axis of cost: the number of elements plus an overhead for
+// starting a tensor. A thread processes the tiles that start in its range of the axis, so wherever
+// the axis is cut, exactly one thread processes each tile.
 class TileMap {
  public:
   // If `asks_ahead` is false, kernels may not prefetch.

@@ -1,8 +1,8 @@
 // Vectors as wide as the registers of the instruction set that this file is compiled for
 // (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and functions for what the compiler's operators cannot do.
 //
-// Include it before the functors: vectors have no namespace, so a functor would not find functions
-// that are declared later. All intrinsics are in this file, for x86-64 and 64-bit Arm. On other
+// Include it before the functors, which would not find functions declared later, because vectors
+// have no namespace. All intrinsics are in this file, for x86-64 and 64-bit Arm; on other
 // processors plain code computes the same bits.
 #pragma once
 
@@ -181,8 +181,7 @@ AMP_EXT_INLINE __m256i fold_lanes(__m256i a, __m256i b) {
   return _mm256_max_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
 }
 #endif
-// Returns the largest lane of values[i] in lane i. The remaining lanes repeat these maxima or are
-// 0.
+// Returns the largest lane of values[i] in lane i. The remaining lanes repeat these or are 0.
 AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLanes<float> / 2]) {
 #if AMP_EXT_VECTOR_X86 == 64
   const auto* const v = reinterpret_cast<const __m512i*>(values);
@@ -305,8 +304,7 @@ using FourVectors = Vector<uint32_t>[4];
 
 #if AMP_EXT_VECTOR_X86 == 64
 // Pack four vectors of 32-bit lanes into one vector of bytes. The instructions work within 128-bit
-// parts, so store_packed restores the order. packed_signs keeps each lane's sign as the upper bit
-// of its byte.
+// parts, whose order store_packed restores. packed_signs keeps each lane's sign bit.
 AMP_EXT_INLINE __m512i packed_bytes(const FourVectors& v) {
   return _mm512_packus_epi16(_mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]),
                              _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]));
@@ -567,8 +565,8 @@ struct NanSeen {
 };
 
 // Stores the upper 16 bits of upper_bits(value, index) for `count` elements, a multiple of the
-// number of lanes. NaN stays NaN. The first loop packs two vectors at a time and only detects NaN,
-// because replacing NaN costs twice as much. After a NaN, a second loop rounds all elements again.
+// number of lanes. The first loop only detects NaN, because replacing NaN costs twice as much.
+// After a NaN, a second loop rounds all elements again.
 template <typename UpperBits>
 AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BFloat16* to,
                                             const UpperBits& upper_bits) {

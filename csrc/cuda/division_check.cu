@@ -1,5 +1,5 @@
-// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754 on a GPU. A
-// test is needed, because no standard specifies the approximations that the GPU starts from.
+// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754, because no
+// standard specifies the GPU's approximations.
 #include <algorithm>
 #include <cmath>
 

@@ -9,14 +9,14 @@
 
 namespace amp_ext::cuda {
 
-// Returns the driver's version from cudaDriverGetVersion, or 0. CUDA 12.1 (12010) is the first
-// version that accepts as many bytes of arguments as these kernels have.
+// Returns the version from cudaDriverGetVersion, or 0. CUDA 12.1 (12010) is the first that accepts
+// arguments as large as these kernels have.
 int driver_version();
 inline constexpr int kLeastDriverVersion = 12010;
 
-// Launches one kernel for each combination of dtypes, or several if the tensors do not fit into a
-// kernel's arguments. `block_counter` points to device memory that is zero before and after the
-// launch. Launches that may run at the same time need different counters.
+// Launches one kernel for each combination of dtypes, or several if tensors do not fit into its
+// arguments. `block_counter` points to device memory that is zero before and after the launch;
+// launches that may overlap need different counters.
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
 // Adds the norm of a step to its norm guard, if no kernel of the step adds it.
@@ -38,8 +38,7 @@ int scan(const GradScanLaunch& launch, const SumScratch& scratch, cudaStream_t s
 
 // Multiplies gradients in place, unless the factor is 1. found_inf and first_nonfinite (may be
 // null) report inf and NaN as in a scan; found_inf also reports a factor that is inf or NaN. There
-// is at least one launch for each dtype. Each launch sets is_launched[i], which starts as false, to
-// true for its gradients.
+// is at least one launch for each dtype, which sets is_launched[i] to true for its gradients.
 int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream);
 
@@ -47,20 +46,19 @@ int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInpu
 int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
-// Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are not
-// rounded to nearest on this device. Tries every `stride`-th of 2^24 roots, 2^23 reciprocals and
-// 10^8 quotients.
+// Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
+// nearest. Tries every `stride`-th of 2^24, 2^23 and 10^8 of them.
 int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
 
-// Launches one kernel for each pair of number formats, or several if the tensors do not fit into a
-// kernel's arguments. The last kernel advances the counters. For `block_counter`, see step().
+// Launches one kernel for each pair of number formats, or several. The last kernel advances the
+// counters. For `block_counter`, see step().
 int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
 // Largest number of overflow flags (one per optimizer and device) that one launch reads.
 inline constexpr int kMaxFlags = 128;
 
-// Updates the loss scale. The scale backs off if any of flags[count] is set. `earlier_overflow` is
-// needed only for more than kMaxFlags flags: it points to a zero on the device.
+// Updates the loss scale, which backs off if any of flags[count] is set. For more than kMaxFlags
+// flags, `earlier_overflow` points to a zero on the device.
 int update_scale(const ScaleUpdate& update, const OverflowFlag* flags, int64_t count,
                  int32_t* earlier_overflow, cudaStream_t stream);
 

@@ -68,7 +68,7 @@ struct FastPack<Plain<BFloat16>, kCount> {
   __device__ uint32_t twice_inverse_unit(int i) const {
     return twice_inverse_unit_below_root(bits_of(get(i)));
   }
-  // Returns 0 if no second moment is negative. A negative second moment would give a wrong unit.
+  // Returns 0 if no second moment is negative, which would give a wrong unit.
   __device__ uint32_t negative() const {
     uint32_t signs = 0;
 #pragma unroll
@@ -172,7 +172,7 @@ struct FastPack<Ratio, kCount> {
   __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
     words = words_at<kCount / 4>(numbers.codes, index);
   }
-  // Returns a word of four bytes: the upper bit of a byte is set if a code at this position is NaN.
+  // Returns a word in which the upper bit of a byte is set if its code is NaN.
   __device__ uint32_t nan_codes() const {
     uint32_t found = 0;
 #pragma unroll
@@ -238,15 +238,15 @@ struct FastPack<Blockwise<RootCode>, kCount> {
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
 
-  // Chooses the exponent of a block of 32 elements. All threads that hold a part of the block must
-  // call this function. Returns true if the block has an unusual number.
+  // Chooses the exponent of a block of 32 elements; returns true if the block has an unusual
+  // number. All threads of the block must call this function.
   __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
     const uint32_t largest = largest_of_block<RootCode>(roots, word);
     exponent = RootCode::fast_unit(largest);
     return RootCode::is_unusual(largest);
   }
-  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, where `unit` is the unit of a
-  // ratio to the stored root.
+  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, as ratios to the stored roots
+  // need.
   __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
     const float unit = float_of(exponent << 23);
     const uint32_t scaled = exponent + RootCode::kFastExponent;
@@ -336,8 +336,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
-  // Returns the value of KernelTensorArgs::dithered for default options, except that 8-bit buffers
-  // are dithered with any options.
+  // Returns KernelTensorArgs::dithered for default options; 8-bit buffers are always dithered.
   static constexpr uint8_t default_dither() {
     typename NumberFormats::Hyperparameters defaults;
     defaults.dither = true;
@@ -412,9 +411,9 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     ((is_unusual |=
       choose_unit<index>(packs, index == NumberFormats::kRoot ? roots : buffers[index], word_of)),
      ...);
-    // All threads must have loaded before one stores, because several threads read the exponent of
-    // a block, and threads that are not `inside` read another thread's pack. The vote below does
-    // not order memory accesses.
+    // Several threads read the exponent of a block, and threads that are not `inside` read another
+    // thread's pack, so all must have loaded before one stores. The vote below does not order
+    // memory.
     __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 
@@ -463,8 +462,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Quantizes a buffer of ratios if kIsRatio is true, any other buffer if it is false. Ratios come
-  // last, because they refer to the rounded second moment.
+  // Quantizes a buffer of ratios if kIsRatio is true, otherwise any other buffer.
   template <int buffer, bool kIsRatio, typename WordOf>
   static __device__ __forceinline__ void set_buffer(Packs& packs, const float (&values)[kCount],
                                                     uint32_t (&inverses)[kCount],
@@ -487,8 +485,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   }
 };
 
-// True if a functor has a fast path for these number formats. If all buffers are in 32 bits, a step
-// waits for memory, and the general kernel takes as long.
+// True if a functor has a fast path for these number formats. With 32-bit buffers, a step waits for
+// memory, and the general kernel takes as long.
 template <typename Functor, typename Streams>
 inline constexpr bool kHasFastPath = false;
 template <typename Streams>

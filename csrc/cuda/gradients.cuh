@@ -14,8 +14,8 @@ namespace amp_ext::cuda {
 template <typename Storage>
 inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
 
-// Shape in which a thread loads four packs before it uses any of them. Large tiles need fewer sums
-// over a block: on an H100, 4096 elements and one or two packs take up to 1.7 times as long.
+// Shape in which a thread loads four packs before it uses any of them. Smaller tiles need more sums
+// over a block: on an H100, 4096 elements with one or two packs take up to 1.7 times as long.
 template <typename Storage>
 using GradientShape = Shape<kThreads, 16384, 4, 4>;
 
@@ -59,8 +59,8 @@ struct GradientTile {
     end = table.end_of(begin, tensor);
   }
 
-  // Calls visit(pack, in_place) for each pack: `pack` is a copy of the elements, and `in_place`
-  // refers to them in memory. Without copies the compiler would load single elements.
+  // Calls visit(pack, in_place) for each pack: a copy of the elements, which the compiler loads at
+  // once, and a reference to them in memory.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
     for_each_pack<Shape, kPackSize<Storage>>(
@@ -162,7 +162,7 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// Writes the sum of a tensor's squares. Only the last block of the tensor to arrive here does so.
+// Writes the sum of a tensor's squares, in the last block of the tensor to arrive.
 template <typename Shape, typename Table, typename Tile>
 __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool is_usual = false;  // all threads of the block have the same value
   if constexpr (kSumSquares) {
     sum = careful_sum_of_squares(tile);
-    // A finite sum proves that there is no inf or NaN. An infinite sum does not prove one: squares
-    // may overflow in float64.
+    // A finite sum proves that there is no inf or NaN. An infinite sum may be an overflow in
+    // float64.
     is_usual = is_finite(sum);
     if (!is_usual && arguments.skip_nonfinite) sum = tile_sum_of_squares<double>(tile, true);
   }
@@ -278,9 +278,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-// Launches a kernel over the gradients of dtype Storage, several times if they do not fit into one
-// table. The caller sets all fields of `arguments` except `table`. Sets is_launched[i] to true for
-// each gradient whose kernel was launched, unless is_launched is null.
+// Launches a kernel over the gradients of dtype Storage, with as many tables as they need. The
+// caller sets all fields of `arguments` except `table`. Sets is_launched[i], if not null, for each
+// gradient whose kernel was launched.
 template <typename Storage, typename Shape, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {

@@ -9,8 +9,7 @@
 
 namespace amp_ext::cuda {
 
-// Class of a formula by the registers that it needs in addition to the numbers that it works on.
-// scripts/compile_kernels.sh says whether a kernel has enough registers.
+// Class of a formula by its registers. scripts/compile_kernels.sh says whether a kernel has enough.
 enum class Weight { kUnknown, kLeast, kLight, kMedium, kHeavy };
 
 // The class of a functor with its first kBuffers buffers.
@@ -27,8 +26,7 @@ inline constexpr Weight kWeight<Adam, 2> = Weight::kMedium;
 template <>
 inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
 
-// Returns the number of blocks for the general kernel. Packs of 8 elements, conversions and
-// dithering need many registers, and on sm_100 even more. `architecture` is 900 for sm_90.
+// Returns the number of blocks for the general kernel. `architecture` is 900 for sm_90.
 template <template <typename> class Functor, typename Streams>
 constexpr int blocks_on(int architecture) {
   using NumberFormats = typename Streams::NumberFormats;

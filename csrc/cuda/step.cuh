@@ -44,10 +44,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
 
   static constexpr bool kHasLowPrecisionBuffers = (Buffer<index>::kMayDither || ...);
 
-  // Elements per tile. Each tile computes the constants of its tensor, which takes noticeable time
-  // with low-precision buffers: on an H100, tiles of 2048 take up to 1.4 times as long. Without
-  // such buffers, each thread gets at least two packs: with one pack, a step of many elements takes
-  // 1.09 times as long on an H200, and 0.99 on an H100, whose memory is slower.
+  // Elements per tile. Each tile computes the constants of its tensor: with low-precision buffers,
+  // tiles of 2048 take up to 1.4 times as long on an H100. Without, each thread gets at least two
+  // packs: one pack takes 1.09 times as long on an H200.
   static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // True if a buffer may be dithered.
@@ -56,8 +55,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
-  // Chooses the two loops to compile. With 8-bit buffers, a step usually dithers every number that
-  // can be dithered, so the usual loop omits the test for each number.
+  // 8-bit kernels usually dither every number that can be dithered; then the usual loop has no
+  // test.
   static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
   static constexpr Dithers kElse = kUsuallyAll ? Dithers::kSome : Dithers::kNone;
@@ -101,9 +100,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return streams;
   }
 
-  // Returns the first index in [begin, end) at which packs can start, or `end` if there is none.
-  // Packs start at a 16-byte boundary of all streams. With blockwise formats, packs must start at
-  // `begin`, where a block starts; without packs, the 32 threads of a warp share a block.
+  // Returns the first index in [begin, end) at which packs can start, or `end` if there is none: at
+  // a 16-byte boundary of all streams, and with blockwise formats only at `begin`, where a block
+  // starts.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
     const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
@@ -120,8 +119,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     Entries<typename Buffer<index>::template Values<kCount>...> buffers;
   };
 
-  // Updates kPacks packs of kCount elements that start `stride` elements apart. Loads all packs
-  // before it uses the first.
+  // Updates kPacks packs of kCount elements that start `stride` elements apart.
   template <int kCount, int kPacks, Dithers kWhich, typename Constants>
   __device__ void update(const Constants& constants, int64_t first, int stride) const {
     Values<kCount> values[kPacks];
@@ -214,8 +212,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     }
   };
   // The dithering of up to eight consecutive elements. Eight elements share a hash, which 8-bit
-  // kernels compute only once. Other kernels work on more elements and lack registers for the
-  // phases.
+  // kernels compute only once. Other kernels lack registers for that.
   static constexpr bool kShares = NumberFormats::kHasCodes;
   template <Dithers kWhich, int kCount>
   struct Words {
@@ -269,8 +266,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     }
   }
 
-  // Stores the buffers of one element. Ratios come last, because they need the stored second
-  // moment.
+  // Stores the buffers of one element. Ratios come last: they need the stored second moment.
   template <int kCount, typename Words>
   __device__ void store_elements(Values<kCount>& values,
                                  const T (&elements)[NumberFormats::kPlaces], int i,
@@ -301,15 +297,14 @@ inline constexpr int kArchitecture = __CUDA_ARCH__;
 inline constexpr int kArchitecture = 0;
 #endif
 
-// StepShape is no alias, because kernels are templates of it: in host code, an alias would be
-// another type than in code for sm_100.
+// A class, because in host code an alias would be another type than in code for sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
 
 // Shape of the fast path. Its small blocks of 128 threads prefetch, which keeps memory busy while
-// other blocks compute. Formats with fewer bytes per element have larger tiles. float32 parameters
-// have 256 threads, because 128 took 8 % longer with 8-bit states on an H200.
+// other blocks compute. For float32 parameters, 128 took 8 % longer than 256 with 8-bit states on
+// an H200.
 template <template <typename> class Functor, typename Streams>
 struct FastShape : Shape<fast_threads<Streams>(), Streams::NumberFormats::kHasCodes ? 8192 : 4096,
                          fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
@@ -331,8 +326,8 @@ struct StepArguments {
 };
 
 // Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
-// general code then updates single elements: those of packs with unusual numbers, and up to 31
-// elements after the last multiple of 32.
+// general code then updates the packs with unusual numbers, and up to 31 elements after the last
+// multiple of 32.
 template <typename Functor, typename Shape, typename Streams, typename Constants>
 __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
                                                     const Constants& constants, uint32_t place_bits,
@@ -387,8 +382,8 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // RatioCode::kPlaceBits, as a variable that hides the value from the compiler. Otherwise its
-  // value would take the only room for a constant in instructions that need another constant.
+  // RatioCode::kPlaceBits, hidden from the compiler, which would otherwise use it as an immediate
+  // in instructions that need another immediate.
   uint32_t place_bits;
   bool skip;
 };
@@ -427,8 +422,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // An atomicInc is only waited for when its result is needed, after the update. An atomicAdd
-    // would be waited for here, because the compiler would combine it over the warp.
+    // Unlike an atomicAdd, an atomicInc is only waited for when its result is needed, after the
+    // update.
     blocks_before = count_block(arguments.block_counter);
   }
 
@@ -465,9 +460,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
-// Steps tensors that have these number formats. With kFast, steps those that the fast path
-// supports; otherwise steps those that are not launched yet. Returns an error code. Adds the number
-// of tensors with these formats to `had`, and the number of stepped tensors to `launched`.
+// Steps tensors that have these number formats: with kFast, those that the fast path supports,
+// otherwise those that are not launched yet. Returns an error code. Adds the number of tensors with
+// these formats to `had`, and the number of stepped tensors to `launched`.
 template <typename Functor, typename Streams, typename Shape, bool kFast>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched, int64_t& had) {

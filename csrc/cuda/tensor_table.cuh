@@ -19,8 +19,7 @@ struct Shape {
   static constexpr int kPacks = kPacksAtOnce;    // packs that a thread loads before it uses one
 
   // Returns the number of elements per block in a launch of `elements` in total. Smaller tiles keep
-  // more of a large GPU (132 multiprocessors) busy if there is less than one tile for each block
-  // that the GPU runs at once.
+  // more multiprocessors busy if there is less than one tile for each block that runs at once.
   static constexpr int32_t tile_size_of(int64_t elements) {
     return elements < int64_t{132} * kBlocks * kTileSize ? kElementsOfSmallTile : kTileSize;
   }
@@ -50,8 +49,7 @@ struct DitherColumns<false, kCapacity> {
   void add(int /*index*/, const KernelTensorArgs& /*args*/) {}
 };
 
-// A table of up to kCapacity tensors, which are cut into tiles. kCapacity is the number of tensors
-// with `kPointers` pointers each that fit into `kBytes`.
+// A table of as many tensors with `kPointers` pointers each as fit into `kBytes`, cut into tiles.
 template <int kPointers, int kBytes, bool kMayDither = false>
 struct TensorTable {
   static constexpr int kBytesPerTensor = kPointers * sizeof(void*) + sizeof(float*) +
@@ -90,8 +88,8 @@ struct TensorTable {
     return index;
   }
 
-  // Returns the number of blocks: one for each tile, but at least one, because a block has to
-  // advance the steps of tensors without elements.
+  // Returns the number of blocks: one for each tile, but at least one, to advance the steps of
+  // empty tensors.
   int64_t blocks() const { return std::max(tiles, 1); }
 
   AMP_EXT_INLINE int64_t tiles_of(int tensor) const {
@@ -106,7 +104,7 @@ struct TensorTable {
     return min(begin + tile_size, numel[tensor]);
   }
 
-  // Returns the tensor to which a tile belongs: the last tensor that starts at or before this tile.
+  // Returns the tensor of a tile: the last one that starts at or before this tile.
   __device__ int tensor_of(int32_t tile) const {
     int low = 0;
     int high = count;
@@ -146,9 +144,9 @@ __device__ __forceinline__ bool is_at_boundary(const Storage* first) {
 }
 
 // Visits [begin, end) with all threads of a block: single elements up to `aligned`, then packs,
-// then the remaining single elements. visit(index, count, packs) receives the number of elements
-// per pack and the number of packs as integral constants. The packs of a call are kThreads packs
-// apart. Loops are not unrolled, because loops over single elements would then be most of a kernel.
+// then the remaining single elements. visit(index, count, packs) receives the elements per pack and
+// the number of packs, kThreads packs apart, as integral constants. Unrolled loops over single
+// elements would be most of a kernel.
 template <typename Shape, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, int64_t end,
                                               const Visit& visit) {
@@ -186,7 +184,7 @@ __device__ __forceinline__ void store(float value, Half& stored) { store_float(v
 __device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
 // Counts this block as finished with reading memory that the last block overwrites. Returns how
-// many blocks were counted before. The last block gets the number of all other blocks.
+// many blocks were counted before.
 __device__ __forceinline__ uint32_t count_block(uint32_t* block_counter) {
   __threadfence();
   return atomicInc(block_counter, gridDim.x - 1);

@@ -2,9 +2,8 @@
 //
 // Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1; Loshchilov and
 // Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2; Reddi, Kale and Kumar, "On
-// the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad takes the maximum of
-// exp_avg_sq before its bias correction, and eps is added after the root. denominator_floor does
-// not replace a denominator that is NaN.
+// the Convergence of Adam and Beyond", 2018, algorithm 2. As in torch, AMSGrad takes the maximum
+// before the bias correction, and eps is added after the root. denominator_floor keeps NaN.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -32,8 +31,8 @@ struct Adam {
   T inv_bias_correction2_sqrt;
   T root_floor;  // lower bound of sqrt(second moment) before bias correction, or -inf
 
-  // Computes the constants of step number `step`, from 1. The differences 1 - beta are computed in
-  // double, because 1 - 0.999 in float32 would have a relative error of 1.3e-5.
+  // Computes the constants of step number `step`, from 1. In float32, 1 - 0.999 would have a
+  // relative error of 1.3e-5.
   static AMP_EXT_INLINE Adam for_tensor(const AdamHyperparameters& hyperparameters, double lr,
                                         double step) {
     const double beta1 = hyperparameters.beta1;
@@ -66,8 +65,8 @@ struct Adam {
     update_param(param, exp_avg, max_exp_avg_sq);
   }
 
-  // Returns a copy whose flags are the constants that the fast path requires, so that the compiler
-  // drops the branches for other values.
+  // Returns a copy with flags that are known at compile time, so that the fast path has no
+  // branches.
   AMP_EXT_INLINE Adam usual() const {
     Adam known = *this;
     known.weight_decay.is_coupled = false;
@@ -77,22 +76,21 @@ struct Adam {
   }
 
   // True if the fast path supports these options. `fast_update` then gives the same bits as the
-  // formula above, or marks the element as unusual. With these bounds on beta2 and eps, the
-  // denominator is below 2^61 for any exp_avg_sq below 2^64.
+  // formula above, or marks the element as unusual. The denominator is below 2^61.
   static bool has_fast_path(const AdamHyperparameters& group) {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            group.beta2 >= 0.5 && group.beta2 <= 1.0 - 0x1p-20 && group.eps >= 0x1p-40 &&
            group.eps <= 0x1p20 && group.denominator_floor == 0.0;
   }
 
-  // Returns 2^32 times the root of exp_avg_sq (2^-63 if exp_avg_sq is 0). Root and quotient are
-  // computed from operands scaled by 2^64, so that no intermediate result is subnormal. If the
-  // scaled exp_avg_sq is inf, the parameter becomes NaN, which marks the element as unusual.
+  // Returns 2^32 * sqrt(exp_avg_sq), or 2^-63 if exp_avg_sq is 0. Operands are scaled by 2^64, so
+  // that nothing is subnormal. If the scaled exp_avg_sq is inf, the parameter becomes NaN, which
+  // marks the element as unusual.
   template <typename Seeds, Division kDivision>
   AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
                                    Unusual& unusual) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
-    // Adding 2^-126 changes only a zero, whose root becomes 2^-63: negligible compared with eps.
+    // 2^-126 changes only a zero, whose root becomes 2^-63: negligible compared with eps.
     const float scaled = fused_multiply_add(exp_avg_sq, 0x1p64f, 0x1p-126f);
     const float root = root_from(scaled, Seeds::inverse_root(scaled));
     const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
@@ -102,8 +100,8 @@ struct Adam {
     } else {
       const float quotient = quotient_from(product(numerator, 0x1p64f), denominator,
                                            fast_reciprocal<Seeds>(denominator));
-      // An update below 2^-126 does not change a parameter of 2^-62 or more. For smaller
-      // parameters, the exact formula would first round such an update to a subnormal number.
+      // The general code rounds an update below 2^-126 to a subnormal number. This makes no
+      // difference for a parameter of 2^-62 or more.
       unusual.note_update(quotient, param);
       param = fused_multiply_add(quotient, -0x1p-64f, param);
     }

@@ -5,8 +5,7 @@
 
 namespace amp_ext {
 
-// Set of the 8-bit formats in use for the buffers of a parameter. Buffers whose format is not in
-// the set are stored in bfloat16.
+// The 8-bit formats in use; buffers with another format are stored in bfloat16.
 enum class Codes { kAll, kAllButRoots, kRatios };
 
 constexpr bool is_among(BufferCode code, Codes codes) {
@@ -47,9 +46,9 @@ struct BufferDescriptions {
   }
   constexpr int second_moment() const { return first_of(BufferRole::kSecondMoment); }
 
-  // True if the 8-bit formats can be combined. At most one buffer is a second moment. Only this
-  // buffer may use kRoot, and kRatio needs it. Only one buffer may be blockwise, because
-  // KernelTensorArgs has one array of exponents. kRatio and kMagnitude exclude each other.
+  // True if the 8-bit formats can be combined: only the second moment uses kRoot, kRatio needs a
+  // second moment, and at most one buffer is blockwise (KernelTensorArgs has one array of
+  // exponents).
   constexpr bool fit_together() const {
     int seconds = 0;
     int in_blocks = 0;
@@ -64,9 +63,9 @@ struct BufferDescriptions {
            !(has(BufferCode::kRatio) && has(BufferCode::kMagnitude));
   }
 
-  // True if kernels are compiled for these buffers with `codes`. There are no kernels for buffers
-  // with a maximum (AMSGrad), because the formula then takes the root of the maximum instead of the
-  // second moment. If two values of `codes` give the same formats, only the first one has kernels.
+  // True if kernels are compiled for these buffers with `codes`. Not for AMSGrad, whose formula
+  // takes the root of the maximum. If two values of `codes` give the same formats, only the first
+  // one has kernels.
   constexpr bool are_taken_in(Codes codes) const {
     if (first_of(BufferRole::kMaximum) >= 0) return false;
     const bool has_ratios = has(BufferCode::kRatio);

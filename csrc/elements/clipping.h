@@ -10,14 +10,13 @@
 
 namespace amp_ext {
 
-// Returns the sum of squares of one tensor as it is reported: inf replaces NaN, because a reported
-// NaN means that the tensor has no gradient.
+// Returns the sum of squares of one tensor as it is reported: inf instead of NaN, which stands for
+// a missing gradient.
 AMP_EXT_INLINE double squares_of_tensor(double sum) {
   return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
 }
 
-// Returns the factor that clips gradients with norm `total_norm` to `max_norm`: 1 if the norm is
-// small enough, NaN if the norm is NaN.
+// Returns the factor that clips `total_norm` to `max_norm`: at most 1, NaN if the norm is NaN.
 template <typename T>
 AMP_EXT_INLINE T clip_coefficient(double max_norm, T total_norm) {
   const double coefficient = max_norm / (static_cast<double>(total_norm) + 1e-6);

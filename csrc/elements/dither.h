@@ -2,20 +2,19 @@
 // two storable numbers is rounded up in 30 % of the steps. Rounded to nearest, a moment that
 // shrinks by less than half a unit in the last place per step would never shrink.
 //
-// The threshold between rounding down and up comes from a Weyl sequence over the steps, with a
-// phase for each element, instead of random numbers. The sequence needs no state and does not
-// depend on the device or on the sharding of a tensor. The mean error is O(log steps / steps),
-// instead of O(1 / sqrt(steps)) with random numbers. Eight neighbouring elements share a hash of
-// index / 8 (the finaliser of MurmurHash3, Appleby). Their phases are the sums of this hash and
-// evenly spread offsets.
+// The threshold between rounding down and up comes from a Weyl sequence over the steps, not from
+// random numbers: it needs no state, does not depend on the device or on the sharding of a tensor,
+// and its mean error is O(log steps / steps) instead of O(1 / sqrt(steps)). The phase of an element
+// is the hash of index / 8 (the finaliser of MurmurHash3, Appleby) plus one of eight evenly spread
+// offsets.
 //
 // A stride is the step of a sequence, as a fraction of 2^32. The strides of parameters and of
-// second moments are two of the three fractions of the R-sequence in three dimensions (Roberts,
-// "The Unreasonable Effectiveness of Quasirandom Sequences", 2018), made odd. The third fraction,
-// 0.671, nearly repeats every three steps, so a first moment, which averages about ten steps, would
-// add up the errors. With the golden section instead, the error of Adam's updates is a sixth
-// smaller. With sqrt(2) - 1, the error of SGD's updates is a fifth smaller, also in rows with rare
-// gradients. Lion uses 0.671, because this fraction flips the fewest signs in such rows.
+// second moments are two of the fractions of the R-sequence in three dimensions (Roberts, "The
+// Unreasonable Effectiveness of Quasirandom Sequences", 2018), made odd. The third, 0.671, nearly
+// repeats every three steps, so the errors would add up in a first moment, which averages about ten
+// steps. Adam uses the golden section instead: its updates have a sixth less error. SGD uses
+// sqrt(2) - 1, with a fifth less error. Lion uses 0.671, which flips the fewest signs in rows with
+// rare gradients.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -31,7 +30,7 @@ namespace amp_ext {
 inline constexpr uint32_t kParamStride = 0xD1B54A33u;
 
 // Returns the hash that eight neighbouring elements share. `low` and `high` are the halves of index
-// / 8; `high` may be a scalar. The hash's low bits are less random, but they matter least.
+// / 8; `high` may be a scalar.
 template <typename U, typename High>
 AMP_EXT_INLINE U dither_hash(U low, High high) {
   U hash = (low ^ (high * 0x9E3779B9u)) * 0x9E3779B1u;
@@ -48,8 +47,7 @@ AMP_EXT_INLINE uint32_t dither_phase(uint64_t place) {
 }
 
 // Returns bits whose upper half is `value` rounded to bfloat16 with dithering; wrong for NaN.
-// `word` is phase + stride * step. Adding its upper 16 bits before the caller drops the lower half
-// makes the result round up in the right share of the steps.
+// `word` is phase + stride * step; its upper 16 bits are the threshold.
 template <typename V, typename U>
 AMP_EXT_INLINE U dithered_to_upper_bits(V value, U word) {
   return bits_of(value) + (word >> 16);

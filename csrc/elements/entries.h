@@ -1,5 +1,5 @@
-// A minimal tuple: one value for each buffer of a kernel, each of its own type. It is an aggregate,
-// so that an engine can initialize it with braces and the compiler keeps it in registers.
+// A minimal tuple: one value for each buffer of a kernel, each of its own type. An aggregate, which
+// the compiler keeps in registers.
 #pragma once
 
 #include <utility>

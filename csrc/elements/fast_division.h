@@ -1,10 +1,9 @@
 // Square roots and quotients, computed from approximations that a GPU has as single instructions.
 //
-// Fused multiply-adds refine each approximation to the result that IEEE 754 round-to-nearest
-// requires (Markstein, "IA-64 and Elementary Functions", 2000, chapters 8 and 9). Unlike operators,
-// the functions check no ranges: each is valid only in the range that its comment states. `Seeds`
-// supplies the approximations. They are accurate enough, because a GPU's own operators refine the
-// same approximations. tests/operations/test_gpu.py checks the results.
+// Fused multiply-adds refine each approximation to the result of IEEE 754 round-to-nearest
+// (Markstein, "IA-64 and Elementary Functions", 2000, chapters 8 and 9). Each function is valid
+// only in the range that its comment states. `Seeds` supplies the approximations, which a GPU's own
+// operators refine, too. tests/operations/test_gpu.py checks the results.
 #pragma once
 
 #include "elements/numeric.h"
@@ -26,10 +25,9 @@ AMP_EXT_INLINE float fast_reciprocal(float value) {
   return fused_multiply_add(near, fused_multiply_add(-value, near, 1.0f), near);
 }
 
-// Returns numerator / denominator, rounded to nearest, from the reciprocal of the denominator.
-// Numerator and quotient must be finite. Unless 0, the numerator must be at least 2^-101 and the
-// quotient at least 2^-63 in magnitude. The last line subtracts the error, so that a zero quotient
-// gets the numerator's sign.
+// Returns numerator / denominator, rounded to nearest, from the reciprocal of the denominator. Both
+// must be finite; the numerator 0 or at least 2^-101, the quotient at least 2^-63 in magnitude. The
+// subtraction in the last line gives a zero quotient the numerator's sign.
 AMP_EXT_INLINE float quotient_from(float numerator, float denominator, float reciprocal) {
   const float quotient = numerator * reciprocal;
   const float excess = fused_multiply_add(denominator, quotient, -numerator);

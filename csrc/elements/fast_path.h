@@ -1,7 +1,7 @@
 // The fast path of a step gives the same bits in fewer instructions, for common options and values.
 //
-// An engine updates a few neighbouring elements on the fast path and records in `Unusual` whether
-// one of them needs the general formula. If so, the general code updates all these elements.
+// An engine updates a few neighbouring elements and records in `Unusual` whether one of them needs
+// the general formula. If so, the general code updates all of them.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -14,8 +14,7 @@
 
 namespace amp_ext {
 
-// Division on the fast path: kFast is a short sequence of instructions for normal quotients; kExact
-// is the division operator, which also handles subnormal quotients.
+// Division on the fast path: kFast for normal quotients only; kExact is the division operator.
 enum class Division { kFast, kExact };
 
 // True if the options that all optimizers share allow the fast path.
@@ -24,7 +23,7 @@ inline bool takes_fast_path(const CommonHyperparameters& group) {
          (group.weight_decay == 0.0 || group.decoupled_weight_decay);
 }
 
-// True if Interpolation starts from the old value when the newest value has this weight.
+// True if Interpolation starts from the old value for this weight.
 inline bool interpolates_from_start(double weight) {
   return !Interpolation<float>::of(weight, 1.0 - weight).from_end;
 }
@@ -38,8 +37,8 @@ struct Unusual {
   AMP_EXT_INLINE void note_result(float result) {
     not_finite = fused_multiply_add(result, 0.0f, not_finite);
   }
-  // Records the larger magnitude of update and parameter, as float bits without the sign, unless
-  // the update is 0. is_found() returns true if both magnitudes were below 2^-62.
+  // Records the larger magnitude of update and parameter, unless the update is 0. is_found()
+  // returns true if both were below 2^-62.
   AMP_EXT_INLINE void note_update(float update, float param) {
     const uint32_t of_update = 2 * bits_of(update) - 1;  // an update of 0 gives the largest number
     const uint32_t of_param = 2 * bits_of(param);

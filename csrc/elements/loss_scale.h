@@ -24,9 +24,8 @@ struct ScaleMemory {
   int32_t* hysteresis_tracker;
 };
 
-// Lowers the scale after an overflow, and raises it after growth_interval steps without overflow
-// unless it would become inf. Only growth resets the hysteresis. Once the hysteresis is used up,
-// every overflow lowers the scale until the scale grows.
+// Lowers the scale after an overflow, and raises it after growth_interval clean steps unless it
+// would become inf. Once the hysteresis is used up, every overflow lowers the scale until it grows.
 AMP_EXT_INLINE void update_loss_scale(const LossScaleHyperparameters& hyperparameters,
                                       bool overflow, const ScaleMemory& state) {
   if (!hyperparameters.dynamic) return;

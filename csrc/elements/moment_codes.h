@@ -1,10 +1,9 @@
 // 8-bit formats of moments.
 //
-// An optimizer with both moments stores the first moment as its ratio to the square root of the
-// second moment (RatioCode). With Adam's betas the ratio is at most 7.3, so blocks need no scale,
-// and large neighbours don't increase the relative error of an update. Ratios are divided by a
-// unit, the power of two at or below the root. For a second moment (RootCode) or a momentum
-// (MomentumCode), the unit is a power of two that 32 elements (a block) share.
+// Adam stores the first moment as its ratio to the square root of the second moment (RatioCode). An
+// element's own second moment sets the scale, so large neighbours don't increase its error. Ratios
+// are divided by a unit, the power of two at or below the root. For a second moment (RootCode) or a
+// momentum (MomentumCode), the unit is a power of two that 32 elements (a block) share.
 //
 // inf and NaN are never lost: RatioCode has a code for NaN, and a special exponent makes all 32
 // elements of a block NaN.
@@ -24,9 +23,8 @@ namespace amp_ext {
 // Number of elements that share an exponent.
 inline constexpr int kBlockSize = 32;
 
-// Returns the unit of a ratio: the power of two at or below the root of a second moment, which is
-// not negative. Argument and result are float bits: halving an exponent replaces the root. 0 and
-// subnormal numbers give 2^-64; inf and NaN give inf, because half their exponent would be finite.
+// Returns the unit of a ratio: the power of two at or below the root of a second moment, as float
+// bits: the exponent is halved. 0 and subnormal numbers give 2^-64; inf and NaN give inf.
 template <typename U>
 AMP_EXT_INLINE U unit_below_root(U bits) {
   const U unit = ((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
@@ -53,9 +51,9 @@ AMP_EXT_INLINE U twice_inverse_unit_below_root(U bits) {
 // Format of a first moment: the sign, and a 7-bit index that selects one of 127 ratios to the unit;
 // index 127 is NaN. `unit` has the bits of a power of two.
 //
-// A ratio has the index kOrigin - x, where bits(x) = kMirror - bits(ratio + kOffset). Float bits
-// are nearly logarithms, so x is about 98 / (ratio + kOffset), although only integers are
-// subtracted. Neighbouring ratios are (ratio + 0.73)^2 / 97 apart, up to a factor of 1.5.
+// A ratio has the index kOrigin - x, where bits(x) = kMirror - bits(ratio + kOffset): x is about
+// 98 / (ratio + kOffset), because float bits are nearly logarithms. Neighbouring ratios are
+// (ratio + 0.73)^2 / 97 apart, up to a factor of 1.5.
 struct RatioCode {
   static constexpr uint32_t kMirror = 0x82400000u;  // the bits of 128 plus the bits of 0.75
   static constexpr float kOrigin = 132.0f;
@@ -81,19 +79,18 @@ struct RatioCode {
   }
 
   // Quantizes a moment. Rounding to nearest would freeze a ratio that changes by less than half a
-  // code per step. For example, while gradients are 0, a small ratio would freeze and keep moving
-  // its parameter. Ratios would also freeze if beta1 is near 1, or if gradients agree.
+  // code per step, for example while gradients are 0.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
     const U sum = sum_of(moment, unit);
     const U added = select(dithers, word >> 19, U{} + 4096u);
     const U code = (((place_of(sum) + added) >> 13) & 0x7fu) | ((bits_of(moment) >> 24) & 0x80u);
-    // Gives the code of NaN if the sum is inf or NaN, or negative because the unit is infinite.
+    // NaN if the sum is inf or NaN, or negative because the unit is infinite.
     return select(as_signed(sum >> 23) < 255, code, U{} + kNan);
   }
 
-  // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. Because of the
-  // factor 2 in 2 / unit, `sum` is twice the sum in `encode`, but is rounded in the same way.
+  // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. `sum` is twice
+  // the sum in `encode`, with the same rounding.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =
@@ -108,8 +105,8 @@ struct RatioCode {
     const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
     return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
   }
-  // Returns the index in units of 2^-13, the resolution of the difference below, so that any dither
-  // gives a dequantized value its old index again. `sum` is multiplied by 2^kPower.
+  // Returns the index in units of 2^-13. A dequantized value gets its old index with any dither.
+  // `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>
   static AMP_EXT_INLINE U place_of(U sum) {
     constexpr uint32_t kLimit = kLargest + (kPower << 23);
@@ -118,16 +115,16 @@ struct RatioCode {
   }
 };
 
-// Unit of a block, a power of two. `byte` is its biased float32 exponent. 255 marks a block with an
-// inf or NaN: all of its codes are 0, and all of its elements are dequantized as NaN.
+// Unit of a block, a power of two. `byte` is its biased float32 exponent; 255 marks a block with
+// inf or NaN, which is dequantized as NaN.
 struct BlockUnit {
   static constexpr uint32_t kNan = 255;
 
   uint32_t byte;
 
-  // Returns the unit above the largest magnitude of a block. `largest` has the bits of that
-  // magnitude, after its rounding; `last` is the exponent of the largest unit, beyond which codes
-  // saturate; `reserve` is the distance, in float bits, from the largest code to the unit.
+  // Returns the unit above `largest`, the bits of a block's largest rounded magnitude. `last` is
+  // the exponent of the largest unit; `reserve` is the distance, in float bits, from the largest
+  // code to the unit.
   static AMP_EXT_INLINE BlockUnit above(uint32_t largest, uint32_t last, uint32_t reserve) {
     const uint32_t exponent = ((largest + reserve) >> 23) + 1;
     return {largest >= 0x7f800000u ? kNan : exponent < last ? exponent : last};
@@ -137,9 +134,8 @@ struct BlockUnit {
   AMP_EXT_INLINE float inverse() const { return float_of((254 - byte) << 23); }
 };
 
-// Format of a second moment: its root in units, plus 1/16. Floats near 1/16 are evenly spaced, so
-// small roots need no separate case. Only a root of 0 gets code 0. Otherwise a small second moment
-// in a block with large values could become 0, and its first moment would be divided by eps alone.
+// Format of a second moment: root / unit + 1/16, because floats near 1/16 are evenly spaced. Only a
+// root of 0 gets code 0: otherwise first moments would be divided by eps alone.
 struct RootCode {
   static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64, whose square is inf
   static constexpr uint32_t kReserve = 0x100000;   // the largest code is below 15/16 of the unit
@@ -175,8 +171,7 @@ struct RootCode {
 
   // Constants of the fast path, which always dithers. On a GPU, its roots are multiplied by 2^32,
   // and second moments are below 2^64. `largest` has the bits of a block's largest root plus its
-  // dither. If `largest` is less than 2^17 above kFastLeast, it does not show whether the root
-  // without dither counts as 0, so the block is unusual.
+  // dither. Within 2^17 above kFastLeast, that root may count as 0, so the block is unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {
@@ -187,8 +182,8 @@ struct RootCode {
     return largest < kFastLeast ? 1 : ((largest + kReserve) >> 23) + 1 - kFastExponent;
   }
   // Returns (code << 17) + kSixteenth, plus lower bits to ignore. `root` and `least` are multiplied
-  // by 2^kExponent, and `inverse_unit` is divided by 2^kExponent. `least` is 2^-10 of the unit. A
-  // smaller root that is not 0 is replaced by `least`, so that its code is at least 1.
+  // by 2^kExponent, and `inverse_unit` is divided by it. A root between 0 and `least`, 2^-10 of the
+  // unit, is raised to `least`, so that its code is at least 1.
   template <int kExponent = kFastExponent, typename V, typename U>
   static AMP_EXT_INLINE U fast_encode(V root, V least, V inverse_unit, U word) {
     constexpr float kLeastRoot = kExponent == 0 ? 0x1p-63f : 0x1p-31f;
@@ -209,8 +204,8 @@ struct RootCode {
   }
 };
 
-// Format of a momentum: the sign, and the magnitude as a fraction of the unit. Codes are linear in
-// fractions below 1/8. Above, each octave (factor of two) has as many codes as that linear part.
+// Format of a momentum: sign, and magnitude / unit. Codes are linear below 1/8. Above, each octave
+// (factor of two) has as many codes as that linear part.
 struct MomentumCode {
   static constexpr uint32_t kLastUnit = 127 + 126;  // the inverse of 2^127 would be subnormal
   static constexpr uint32_t kReserve = 0;
@@ -224,8 +219,7 @@ struct MomentumCode {
     return measured;
   }
   // Adds the dither, or half a code, to the bits of a magnitude before the unit of its block is
-  // chosen. If the dither were added later, the largest magnitude would be limited to the last code
-  // below the unit, and could not grow by less than one code per step.
+  // chosen: a magnitude that reaches the unit then gets a larger unit.
   template <typename U>
   static AMP_EXT_INLINE U lifted(U bits, bool dithers, U word) {
     const U sum = bits + added(dithers, word);

@@ -3,8 +3,7 @@
 //
 // Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
 // defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. ZClip
-// clips outliers to another value than the limit and adds that value to the statistics; here, the
-// statistics ignore outliers that are skipped or clipped.
+// clips outliers to another value and adds that value to the statistics; here, they are ignored.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -35,8 +34,8 @@ struct NormSummary : ReportStamps {
   int64_t similar_norms = 0;  // number of consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 
-  // Calls visit(name, &NormSummary::field) for the fields of a state dict. The other fields follow
-  // from these.
+  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which determine the
+  // others.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("norms", &NormSummary::norms);
@@ -59,7 +58,7 @@ struct NormGuardMemory : NormSummary {
   double history[kHistory] = {};  // past norms; negative if the guard skipped or clipped
 };
 
-// Relative distance below which two norms are "similar". A long run of similar norms means that the
+// Relative distance below which two norms are "similar". Many similar norms in a row mean that the
 // gradients were clipped before the step.
 inline constexpr double kSimilarity = 1e-4;
 inline constexpr int64_t kManySimilarNorms = 64;
@@ -82,8 +81,8 @@ AMP_EXT_INLINE double limit_of(const NormSummary& summary,
   return summary.mean + hyperparameters.sigma_factor * deviation_of(summary);
 }
 
-// Returns the limit for the next norm. After patience - 1 consecutive outliers, the statistics set
-// no limit (max_norm still does), so they accept the next outlier and restart at its level.
+// Returns the limit for the next norm. After patience - 1 consecutive outliers only max_norm is a
+// limit, so the next outlier is accepted.
 AMP_EXT_INLINE double next_limit(const NormSummary& summary,
                                  const NormGuardHyperparameters& hyperparameters) {
   const double limit = limit_of(summary, hyperparameters);
@@ -136,8 +135,8 @@ AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& me
   memory.limit = next_limit(memory, hyperparameters);
 }
 
-// Counts the norm of a step and updates the mirror. `is_absent` is true if there is no norm to
-// count, because a scaler found an overflow or no parameter had a gradient.
+// Counts the norm of a step and updates the mirror. `is_absent`: there is no norm, because a scaler
+// found an overflow or no parameter had a gradient.
 AMP_EXT_INLINE void end_guarded_step(float norm, bool is_absent, bool was_skipped,
                                      NormGuardMemory& memory) {
   if (!is_absent) count_norm(norm, was_skipped, memory);

@@ -1,5 +1,5 @@
-// Number formats of a parameter and its state: in which arrays each number is stored, and how it is
-// rounded. The engines load and store these formats in cpu/number.h and cuda/number.cuh.
+// Number formats of a parameter and its state: arrays and rounding. The engines load and store them
+// in cpu/number.h and cuda/number.cuh.
 #pragma once
 
 #include <cstdint>
@@ -44,15 +44,14 @@ struct Mastered {
   static constexpr Master kMaster = Master::kFloat32;
 };
 
-// A parameter that is the upper part of its split master weight. A second array holds the lower
-// part, the residual of kBits bits.
+// A parameter that is the upper part of its split master; the residual of kBits bits is the rest.
 template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
   using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
   static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
   // True if the residual is the difference of master and parameter (SplitHalf16), false if it has
-  // the lower bits of the master's magnitude (SplitMaster).
+  // the lower bits of the master (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;
 };
 
@@ -75,8 +74,8 @@ using FormatOfCode = std::conditional_t<
                        std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
                                           Plain<BFloat16>>>>;
 
-// Formats of all buffers of a parameter. Uniform stores all buffers in one dtype; Coded stores each
-// in its 8-bit format if `codes` includes that format, else in bfloat16.
+// Formats of all buffers of a parameter: Uniform for one dtype; Coded for the 8-bit formats in
+// `codes`, with bfloat16 for the others.
 template <typename Storage>
 struct Uniform {
   static constexpr bool kAreCoded = false;

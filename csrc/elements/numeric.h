@@ -1,14 +1,14 @@
 // Functions that the formulas share. They give the same bits on every processor.
 //
-// Elements (type V) are scalars in one engine and vectors of scalars in another; constants (type T)
-// are always scalars. Comparisons of vectors give vectors, so formulas use `select`, not `if`.
+// Elements (type V) are scalars or vectors of scalars; constants (type T) are scalars. Comparisons
+// of vectors give vectors, so formulas use `select`, not `if`.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-// Marks a function that runs in every engine. It must always be inlined: an out-of-line copy would
-// be compiled for the baseline instruction set, even if its callers use a wider one.
+// Marks a function that runs in every engine. An out-of-line copy would be compiled for the
+// baseline instruction set, even if its callers use a wider one.
 #if defined(__CUDACC__)
 #define AMP_EXT_INLINE __host__ __device__ __forceinline__
 #else
@@ -17,8 +17,8 @@
 
 namespace amp_ext {
 
-// Returns if_true where the condition holds, else if_false. With a vector as condition, this is
-// done lane by lane, and one of the values may be a scalar.
+// Returns if_true where the condition holds, else if_false. With a vector as condition, one of the
+// values may be a scalar.
 template <typename Condition, typename First, typename Second>
 AMP_EXT_INLINE auto select(Condition condition, First if_true, Second if_false) {
   return condition ? if_true : if_false;
@@ -36,8 +36,8 @@ AMP_EXT_INLINE double square_root(double value) { return std::sqrt(value); }
 // Returns a * b + c with one rounding.
 AMP_EXT_INLINE float fused_multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
-// Returns a * b + c. The product must be exact, or so much smaller than c that its rounding does
-// not change the sum, so that fused and separate operations give the same bits.
+// Returns a * b + c. The product must be exact, or so small that its rounding does not change the
+// sum.
 AMP_EXT_INLINE float add_exact_product(float a, float b, float c) {
   return fused_multiply_add(a, b, c);
 }
@@ -45,8 +45,8 @@ AMP_EXT_INLINE float add_exact_product(float a, float b, float c) {
 AMP_EXT_INLINE float maximum(float a, float b) { return std::fmax(a, b); }
 AMP_EXT_INLINE float magnitude_of(float value) { return std::fabs(value); }
 
-// Returns a * b. On a GPU, the intrinsic prevents the compiler from merging a negation into the
-// product: code that needs both a * b and -(a * b) would multiply twice.
+// Returns a * b. On a GPU, the intrinsic keeps the compiler from multiplying twice for code that
+// needs both a * b and -(a * b).
 AMP_EXT_INLINE float product(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
@@ -55,8 +55,8 @@ AMP_EXT_INLINE float product(float a, float b) {
 #endif
 }
 
-// Computes start + weight * (end - start). Like torch.lerp, computes it from `end` if the weight is
-// at least 0.5, so that a weight of 1 gives exactly `end`.
+// Computes start + weight * (end - start), from `end` if the weight is at least 0.5, as torch.lerp:
+// a weight of 1 gives exactly `end`.
 template <typename T>
 struct Interpolation {
   bool from_end;
@@ -79,9 +79,9 @@ AMP_EXT_INLINE V larger(V a, V b) {
   return select(a > b || a != a, a, b);
 }
 
-// Returns 1 - base^exponent for an integer exponent, within 2 units in the last place. (1 -
-// pow(...) loses digits if the power is near 1.) Works on complements: with a = 1 - b, 1 - b^2 is a
-// * (2 - a), and 1 - b * c is (1 - b) + (1 - c) * b. All terms are positive, so nothing cancels.
+// Returns 1 - base^exponent for an integer exponent, within 2 units in the last place: 1 - pow(...)
+// loses digits. With a = 1 - b, 1 - b^2 = a * (2 - a), and 1 - b * c = (1 - b) + (1 - c) * b. No
+// term is negative.
 AMP_EXT_INLINE double complement_of_power(double base, double exponent) {
   double result = 0.0;
   double factor = 1.0 - base;  // 1 - base^(2^k)

@@ -1,5 +1,4 @@
-// Report of a gradient scaler on its updates: counts, limits and the last scales. It is stored on
-// the device of the scale and mirrored in host memory, so that reading it never waits.
+// Report of a gradient scaler on its updates, on the device of the scale, mirrored in host memory.
 #pragma once
 
 #include <cstdint>

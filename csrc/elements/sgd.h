@@ -23,8 +23,8 @@ struct Sgd {
   T grad_weight;    // weight of the gradient in the new momentum_buffer
   bool nesterov;
 
-  // Computes the constants of step number `step`, from 1. The first step is not dampened: its
-  // momentum_buffer is the gradient. Without dampening, `step` may be 0 (no counter is needed).
+  // Computes the constants of step number `step`, from 1. The first step is not dampened. Without
+  // dampening, `step` may be 0 (no counter).
   static AMP_EXT_INLINE Sgd for_tensor(const SgdHyperparameters& hyperparameters, double lr,
                                        double step) {
     const bool first = step == 1.0;

@@ -1,17 +1,15 @@
 // Split masters: a 16-bit parameter and a residual of 16 or 8 bits together store a float32 master,
 // or only the master's upper 24 bits if the residual has 8 bits.
 //
-// In bfloat16, and in float16 with residuals of 8 bits, the magnitude's bits are cut in two. The
-// residual is the lower part, read as a signed number: if its sign bit is set, the lower part is at
-// least half of the parameter's last place, and the parameter was rounded up, as in apex's
-// distributed fused Adam. The parameter is thus the master rounded to nearest, ties away from zero.
-// A split never gives a zero parameter with a negative residual: if such a pair is read, the zero
-// was written from outside, and the master is zero.
+// In bfloat16, and in float16 with residuals of 8 bits, the magnitude's bits are cut in two, as in
+// apex's distributed fused Adam. The residual is the lower part, read as a signed number. If its
+// sign bit is set, the parameter was rounded up. The parameter is thus the master rounded to
+// nearest, ties away from zero. A zero parameter with a negative residual was written from outside:
+// the master is then zero.
 //
 // In float16 with residuals of 16 bits, the parameter is the master rounded to nearest even. The
-// residual is the difference between master and parameter, in units of 2^-15 of the parameter's
-// last place. The residual is exact if the parameter is at least 2^-16 in magnitude. Masters that
-// would round to inf become 65504.
+// residual is (master - parameter) in units of 2^-15 of the parameter's last place, exact if the
+// parameter is at least 2^-16 in magnitude. Masters that would round to inf become 65504.
 //
 // V is float or a vector of float, U is uint32_t or a vector of as many uint32_t.
 #pragma once
@@ -59,8 +57,8 @@ struct SplitMaster<BFloat16, kLowBits> {
   }
 
   // Joins a parameter in the upper half of its word and a residual that is sign-extended and
-  // already shifted into place. This is faster than join(), but gives NaN for a zero parameter that
-  // was written from outside next to a negative residual.
+  // shifted into place. Faster than join(), but gives NaN for a zero parameter with a negative
+  // residual.
   template <typename U>
   static AMP_EXT_INLINE auto join_number(U param, U residual) {
     return float_of(param + residual);
@@ -94,8 +92,8 @@ struct SplitMaster<Half, 8> {
     const U sign = (bits_of(master) >> 16) & 0x8000u;
     const U magnitude = bits_of(master) & 0x7fffffffu;
     const auto size = as_signed(magnitude);
-    // `fine` counts units of 2^-37 if the float16 is subnormal; otherwise it has the bits of the
-    // magnitude with the exponent bias of float16.
+    // `fine` counts units of 2^-37 if the float16 is subnormal; otherwise its exponent bias is that
+    // of float16.
     const V small = select(size < 0x38800000, float_of(magnitude), V{});
     const U fine =
         select(size < 0x38800000, to_integer(small * 0x1p37f), magnitude - ((127u - 15u) << 23));
@@ -131,9 +129,8 @@ struct SplitHalf16 {
   template <typename V, typename U>
   static AMP_EXT_INLINE V join(V param, U residual) {
     const V number = to_number(residual << 16) * 0x1p-16f;
-    // Just below a power of two, float16 values are only half as far apart, so a residual towards
-    // zero is at most 8192 units there. A larger residual belongs to an earlier value of the
-    // parameter, which was overwritten from outside. Such a residual is limited to 8192.
+    // Just below a power of two, float16 values are only half as far apart. A residual beyond 8192
+    // towards zero then belongs to a parameter that was overwritten from outside.
     const U bits = bits_of(param);
     const U mantissa = bits & 0x007fffffu;
     const U nearest = select(as_signed(bits & 0x7fffffffu) > 0x38800000, mantissa, U{} + 1u);

@@ -1,6 +1,5 @@
-// The step counter of a state, a float32 as in torch. From 2^24 on, adding 1 would leave a float32
-// unchanged, so each step takes the next larger float32, and the bits of the counter give the
-// number of steps.
+// The step counter of a state, a float32 as in torch. From 2^24 on, adding 1 would change nothing,
+// so a step takes the next larger float32.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // The 16-bit storage formats, and conversions that round to nearest even.
 //
-// The conversions use plain integer arithmetic and do not depend on flush-to-zero modes. Engines
-// (and cpu/vector.h) use native instructions with the same bits where the processor has them.
+// The conversions use integer arithmetic and do not depend on flush-to-zero modes. Engines use
+// native instructions with the same bits where the processor has them.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +56,8 @@ struct ComputeType<double> {
   using type = double;
 };
 
-// BitPattern is the unsigned integer with the size of an element. kExponentMask has its exponent
-// bits, which are all set for inf and NaN.
+// BitPattern is the unsigned integer with the size of an element. The bits of kExponentMask are all
+// set for inf and NaN.
 template <typename Storage>
 struct BitPattern {
   using type = uint16_t;
@@ -112,8 +112,7 @@ AMP_EXT_INLINE float to_float(Half value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t exponent = value.bits & 0x7c00u;
   const uint32_t mantissa = value.bits & 0x03ffu;
-  // Shift exponent and mantissa into place and change the exponent bias from 15 to 127; an exponent
-  // of all ones (inf, NaN) stays all ones.
+  // Change the exponent bias from 15 to 127; an exponent of all ones (inf, NaN) stays all ones.
   const uint32_t rebias = exponent == 0x7c00u ? (255u - 31u) << 23 : (127u - 15u) << 23;
   const uint32_t quiet = exponent == 0x7c00u && mantissa != 0 ? 0x00400000u : 0u;
   const uint32_t normal = ((exponent | mantissa) << 13) + rebias;
@@ -133,8 +132,7 @@ AMP_EXT_INLINE void from_float(float value, Half& stored) {
   // Normal: drop 13 bits of the mantissa, with rounding, and change the exponent bias.
   const uint32_t rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
   const uint32_t normal = rounded - ((127u - 15u) << 10);
-  // Subnormal: the last bit of 0.5f is worth 2^-24, as in a subnormal float16, so the addition
-  // rounds.
+  // Subnormal: the last bit of 0.5f is worth 2^-24, as in a subnormal float16, so adding rounds.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
   uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14

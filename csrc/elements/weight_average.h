@@ -53,11 +53,10 @@ struct AverageStep {
     return select(is_first, weight, towards_weight(average, weight));
   }
 
-  // Returns the index that a tensor's first element has in the dithering of a low-precision
-  // average. The index differs at each average, so that the hash gives independent thresholds. The
-  // Weyl sequence of the parameters would give correlated thresholds. An average moves in small
-  // fractions of the distance between two storable values, so correlated thresholds would let it
-  // settle up to 40 % of that distance off. The phases of eight neighbours remain evenly spread.
+  // Returns the index that a tensor's first element has in the dithering of an average. Another
+  // index at each average gives independent thresholds. With the correlated thresholds of a Weyl
+  // sequence, an average, which moves in small fractions of a place, would settle up to 40 % of a
+  // place off.
   AMP_EXT_INLINE int64_t dither_place(int64_t global_offset) const {
     constexpr uint64_t kStride = 0x9E3779B97F4A7C18u;      // eight times an odd number
     constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // leaves room to add an index

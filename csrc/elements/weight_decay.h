@@ -23,7 +23,7 @@ struct WeightDecay {
 
   template <typename V>
   AMP_EXT_INLINE void operator()(V& grad, V& param) const {
-    // Without decay, nothing is added: 0 * inf would make the gradient of an inf parameter NaN.
+    // Without decay, 0 * inf would make the gradient of an inf parameter NaN.
     grad = select(is_coupled, grad + coupled * param, grad);
     param = param * shrink_factor;
   }
