@@ -33,16 +33,16 @@ int64_t bits_of(const std::string& key) {
   return 0;  // the key of a float32 master, which has no residual
 }
 
-// Returns the master weight in float32, joined if it is split. Undefined if there is none, or if a
-// conversion of the parameter from float16 has lost the upper part of the split master.
+// Returns the master in float32, joined if it is split. Undefined if there is none, or if
+// converting a float16 parameter has lost the upper part of a split master.
 at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   const auto fp32 = masters.find(kFp32Master);
   if (fp32 != masters.end()) return fp32->second;
   for (const LowerPart& part : kLowerParts) {
     const auto residual = masters.find(part.key);
     if (residual == masters.end()) continue;
-    // If the parameter's dtype has changed, only a bfloat16 parameter can be restored: converting
-    // it back gives all old values that the present dtype could hold.
+    // Only a bfloat16 parameter can be restored after it was converted to another dtype: converting
+    // back gives its old values.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
     return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
@@ -73,8 +73,8 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
     return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
-    // Splitting rounds ties away from zero, but the conversion from float32 rounds them to even. A
-    // tie that would not round to the parameter moves to the next float32 towards the parameter.
+    // Splitting rounds ties away from zero, converting rounds them to even. Such a tie moves to the
+    // next float32 towards the parameter.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

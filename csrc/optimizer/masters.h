@@ -1,6 +1,6 @@
-// Master weights of 16-bit parameters in states and files. A master weight is a float32 tensor, or
-// it is split into the parameter and a residual of 16 or 8 bits. The key of a residual names the
-// parameter's dtype, so that the master can be restored even after the parameter was converted.
+// Masters of 16-bit parameters in states and files: a float32 tensor, or a residual of 16 or 8 bits
+// that completes the parameter. The key of a residual names the parameter's dtype, so that the
+// master can be restored after the parameter was converted.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,36 +25,33 @@ using Masters = std::map<std::string, at::Tensor>;
 // Returns the key of the master weight of parameters of dtype `param`; empty if they have none.
 AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
-// Returns a new master weight in the format of `key`. It is converted from the master weight in
-// `masters` or, if there is none, from the parameter.
+// Returns a new master in the format of `key`, from the one in `masters` or else the parameter.
 AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
                                       const std::string& key);
 
-// Returns the master weight in float32: the stored tensor, or the parameter joined with its
-// residual if the master is split. Returns the parameter itself if it has no master weight.
+// Returns the master in float32: stored, or joined from parameter and residual, or the parameter
+// itself if it has no master.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master weight as kernels read it, or an undefined tensor if there is none. A stored
-// tensor that fits the parameter is returned unchanged, or as residual_elements() of it if it is a
-// residual. Any other master weight is converted to float32.
+// Returns the master as kernels read it, or undefined if there is none: a stored tensor that fits
+// the parameter (as residual_elements() if it is a residual), or else a conversion to float32.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master weight that a parameter gets from a file, in the format of `key`. The file's
-// tensor under `key` is returned unchanged, unless the file also has a float32 master. The float32
-// master is then converted instead, because it is newer: a program without residuals wrote it.
+// Returns the master that a parameter gets from a file, in the format of `key`. A float32 master in
+// the file comes before the tensor under `key`, because it is newer: a program without residuals
+// wrote it.
 AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,
                                      const std::string& key);
 
-// True if a tensor under the key of a residual is usable. A load by torch's Python optimizers makes
-// residuals unusable: they are cast to the parameter's dtype, and training goes on without them.
+// True if a tensor under the key of a residual is usable. A load by torch's Python optimizers casts
+// residuals to the parameter's dtype.
 bool is_residual(const at::Tensor& residual);
 
 // Throws unless a residual has the dtype and the shape that its key implies.
 void check_residual_layout(const std::string& key, const at::Tensor& residual,
                            const at::Tensor& param, const std::string& where);
 
-// True for the key of a 16-bit residual. Such a residual is stored as uint8, with an additional
-// last dimension of size 2.
+// True for the key of a 16-bit residual, stored as uint8 with an additional last dimension of 2.
 AMP_EXT_API bool has_two_bytes(const std::string& key);
 
 // Returns uninitialized memory for the residual of a parameter, in the parameter's layout.

@@ -20,7 +20,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Smaller tensors are not quantized in blocks, because that saves no memory worth mentioning.
+// Least elements of a tensor to quantize in blocks; smaller ones save no memory worth mentioning.
 constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
@@ -52,8 +52,8 @@ at::ScalarType dtype_of(const MomentFormat& format, const std::string& key) {
   return key == format.exponents_key() ? at::kByte : format.dtype;
 }
 
-// Returns a moment as a floating-point tensor (float32 if it was quantized), or an undefined tensor
-// if there is none. `second` is the second moment, because ratios are relative to its root.
+// Returns a moment as a floating-point tensor (float32 if it was quantized), or undefined. Ratios
+// are relative to the root of the second moment `second`.
 at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
                               const at::Tensor& second) {
   for (const MomentFormat& format : all_formats(name)) {
@@ -71,8 +71,7 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
   return {};
 }
 
-// Returns the tensors, by key, that hold the moment `number` in a format. An undefined `number`
-// stands for a moment of zeros.
+// Returns the tensors, by key, of the moment `number` in a format; undefined stands for zeros.
 Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::Tensor& param,
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);

@@ -1,6 +1,6 @@
-// Moments in states and files, either floating-point tensors or quantized to 8 bits. The key of a
-// quantized moment names its format (exp_avg_q8h), so that code that knows only torch's keys does
-// not take the quantized tensor for a floating-point moment.
+// Moments in states and files: floating-point tensors, or quantized to 8 bits. The keys of
+// quantized moments name the format (exp_avg_q8h), so that code that knows only torch's keys does
+// not read them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +15,7 @@
 
 namespace amp_ext::optim {
 
-// Returns the suffix of a quantized format in keys: "q8h" for kRatio, "q8s" for kRoot, "q8m" for
-// kMagnitude, "" for kNone.
+// Returns the suffix of a quantized format in keys, such as "q8h" for kRatio; "" for kNone.
 AMP_EXT_API const char* name_of(BufferCode code);
 
 // The format in which one moment is stored.
@@ -26,8 +25,7 @@ struct AMP_EXT_API MomentFormat {
   at::ScalarType dtype;  // dtype of the stored elements
   std::string code;      // quantized format: "q8h", "q8s" or "q8m"; empty if not quantized
 
-  // key() is the key of the elements. exponents_key() is the key of the block exponents, or empty
-  // if the format has no blocks. keys() lists all keys of the format.
+  // key() is the key of the elements, exponents_key() that of the block exponents, or empty.
   std::string key() const;
   std::string exponents_key() const;
   std::vector<std::string> keys() const;
@@ -49,14 +47,13 @@ AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std:
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
-// True if moments of a parameter can be quantized in blocks of 32 elements: it has at least two
-// dimensions, 4096 elements, and a multiple of 32 elements for each index of dimension 0. Blocks
-// lie within such a row, so only dimension 0 may be sharded (`shards_whole_rows`). The parameter
-// must be contiguous, because in another memory order its elements would belong to other blocks.
+// True if moments of a parameter can be quantized in blocks of 32 elements: it is contiguous, has
+// at least two dimensions and 4096 elements, and each row (index of dimension 0) is a multiple of
+// 32. Only dimension 0 may be sharded (`shards_whole_rows`), because a block lies in a row.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
-// Returns the format of each moment, which the dtype and shape of `param` determine. Pass the
-// unsharded parameter even if this rank has a shard, because all ranks must have the same formats.
+// Returns the format of each moment, by the dtype and shape of `param`. Pass the unsharded
+// parameter, because all ranks must have the same formats.
 AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                                  at::ArrayRef<BufferDescription> buffers,
                                                  const at::Tensor& param,
@@ -66,8 +63,8 @@ AMP_EXT_API std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
 AMP_EXT_API Moments dequantized_moments(const Moments& moments,
                                         at::ArrayRef<BufferDescription> buffers);
 
-// Returns the moments in these formats. Moments in other formats are converted, and missing moments
-// become zeros. If all moments have these formats already, they are returned unchanged.
+// Returns the moments in these formats. Moments in other formats are converted, and missing ones
+// become zeros. If nothing changes, returns the same tensors.
 AMP_EXT_API Moments convert_moments(const Moments& moments,
                                     const std::vector<MomentFormat>& formats,
                                     const at::Tensor& param);
@@ -80,8 +77,8 @@ AMP_EXT_API void check_code(const at::Tensor& saved, const MomentFormat& format,
                             const std::string& key, const at::Tensor& param,
                             const std::string& where);
 
-// Returns uninitialized memory for the tensor under `key` of a quantized moment. The memory is
-// contiguous if the format has exponents, otherwise it has the parameter's layout.
+// Returns uninitialized memory for the tensor under `key` of a quantized moment: contiguous if the
+// format has exponents, otherwise in the parameter's layout.
 AMP_EXT_API at::Tensor empty_code(const MomentFormat& format, const std::string& key,
                                   const at::Tensor& param);
 

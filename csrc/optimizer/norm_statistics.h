@@ -1,5 +1,5 @@
-// Running statistics of the gradient norm, with which a NormGuard finds outliers. The statistics
-// live on the optimizer's device. The NormGuards of Python and of C++ share this class.
+// Running statistics of the gradient norm, on the optimizer's device, for the NormGuards of Python
+// and C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,8 @@ class AMP_EXT_API NormStatistics {
   void move_to(const at::Device& device);
   at::Device device() const { return bytes_.device(); }
 
-  // Returns the bytes of a NormGuardMemory on `device`: the statistics themselves if they are on
-  // `device`, otherwise a copy without the history.
+  // Returns the bytes of a NormGuardMemory on `device`: the statistics themselves, or a copy
+  // without the history if they are elsewhere.
   at::Tensor bytes_on(const at::Device& device) const;
 
   // Read the state after the last step that the device has finished. With `wait`, the host first
@@ -44,8 +44,8 @@ class AMP_EXT_API NormStatistics {
   NormHistory history(bool wait) const;
   bool last_step_skipped(bool wait) const { return read(wait).last_was_skipped != 0; }
 
-  // Returns true once, when recent norms are nearly equal, because gradients were then probably
-  // clipped before the step. The caller then shows warning().
+  // Returns true once if recent norms are nearly equal, as after clipping before the step. The
+  // caller then shows warning().
   bool must_warn();
   static const char* warning();
 

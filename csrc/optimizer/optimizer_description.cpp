@@ -110,9 +110,8 @@ OptionDescription betas() {
           kBelow1, std::move(fields)};
 }
 
-// Returns the description of an optimizer that has the common options and the options `own`.
-// `missing` is the OnLoad of torch's common options, such as `maximize`. `decoupled_weight_decay`
-// is the OnLoad of the option of this name.
+// Returns the description of an optimizer with the common options and the options `own`. `missing`
+// is the OnLoad of torch's common options, such as `maximize`.
 template <typename Hyperparameters>
 OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
                                const std::vector<OptionDescription>& own,
@@ -191,8 +190,8 @@ const OptimizerDescription& description_of<LionHyperparameters>() {
 
 namespace {
 
-// Calls `add` with the description of each of our optimizers, and returns the names that `add`
-// appends, without duplicates.
+// Calls `add` with the description of each optimizer; returns the names it appends, without
+// duplicates.
 template <typename Add>
 std::vector<std::string> names_in_all_descriptions(const Add& add) {
   std::vector<std::string> all, names;
@@ -338,8 +337,8 @@ ClippingOptions clipping_options(const std::string& optimizer,
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
-  // With a full master and float32 moments, only the parameter is rounded. The parameter needs no
-  // dithering, because the master keeps what the rounding loses.
+  // With a full master and float32 moments, only the parameter is rounded, and the master keeps
+  // what that loses.
   const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_low_precision &&

@@ -42,12 +42,10 @@ struct OptionDescription {
   const char* name;
   OptionType type;
   OnLoad on_load;
-  // The beginning of torch's error message for a default outside [0, largest]; null if torch
-  // accepts any value.
+  // Beginning of torch's error for a default outside [0, largest]; null if torch accepts any value.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
-  // Names of the hyperparameters that the option sets. If empty, the option sets the hyperparameter
-  // of the same name, if there is one.
+  // Names of the hyperparameters that the option sets. If empty, the one of the same name, if any.
   std::vector<const char*> fields = {};
   size_t index = 0;  // position among the options of the optimizer
 
@@ -58,8 +56,8 @@ struct OptionDescription {
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// Returns the allowed values in words, without a range: "a number or None". With `takes_tensors`,
-// "or a tensor of one element" is added for options that may also be a tensor.
+// Returns the allowed values in words, without a range: "a number or None". `takes_tensors` adds
+// "or a tensor of one element" where one is allowed.
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
 struct OptimizerDescription;
@@ -83,8 +81,7 @@ class AMP_EXT_API GroupOptions {
   virtual bool takes_tensors() const = 0;
 
   // name_of returns the name of an option in errors ("Adam: lr of group 1"). shown returns the
-  // option's value as errors print it or, if `index` is given, only the number at this index of a
-  // tuple.
+  // value as errors print it, or only the number at `index` of a tuple.
   virtual std::string name_of(const OptionDescription& option) const = 0;
   virtual std::string shown(const OptionDescription& option, std::optional<size_t> index) const = 0;
 
@@ -131,12 +128,11 @@ AMP_EXT_API std::vector<std::string> names_of_all_options();
 // Returns the names of the buffers of all our optimizers.
 AMP_EXT_API std::vector<std::string> names_of_all_buffers();
 
-// Throws torch's error if torch would refuse these defaults. Don't call it for groups, which torch
-// does not check.
+// Throws torch's error if torch would refuse these defaults. Groups are not checked in this way.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
-// Throws if a step can't use the value of an option, in defaults or in a group. Does not check
-// ranges that only torch enforces, because groups may exceed them; see check_as_torch.
+// Throws if a step can't use the value of an option, in defaults or in a group. Ranges that only
+// torch enforces are left to check_as_torch.
 AMP_EXT_API void check_values(const GroupOptions& options);
 
 // Calls check_values, and throws if options of a group contradict each other.
@@ -157,8 +153,8 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// Returns how many buffers of the formula a group uses, counted from the first. AMSGrad's maximum
-// comes last, because it is used only if AMSGrad is on.
+// Returns how many buffers of the formula a group uses. AMSGrad's maximum comes last, because only
+// AMSGrad uses it.
 AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
 
 // Fills the hyperparameters of a step with the options of a group.

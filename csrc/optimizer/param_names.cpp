@@ -58,7 +58,7 @@ Names without_wrappers(const Names& names) {
 
 std::vector<int64_t> indices_by_name(const Names& own, const Names& saved) {
   const std::vector<int64_t> places = places_of(own, saved);
-  // Compares full names first, because the model may have a module named like a wrapper ("module").
+  // Compares full names first: a module may be named like a wrapper ("module").
   return places.empty() ? places_of(without_wrappers(own), without_wrappers(saved)) : places;
 }
 

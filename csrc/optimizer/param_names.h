@@ -11,17 +11,15 @@ namespace amp_ext {
 
 using Names = std::vector<std::string>;
 
-// Returns names without the parts that DistributedDataParallel, torch.compile,
-// FullyShardedDataParallel and checkpoint_wrapper add to them.
+// Returns names without the parts that wrappers, such as DistributedDataParallel, add to them.
 AMP_EXT_API Names without_wrappers(const Names& names);
 
-// Returns the index in `saved` of each name in `own`. Returns an empty list unless both lists have
-// the same names and each name occurs once. Parts that wrappers add to names are ignored.
+// Returns the index in `saved` of each name in `own`, without parts that wrappers add. Empty unless
+// both lists have the same names, each once.
 AMP_EXT_API std::vector<int64_t> indices_by_name(const Names& own, const Names& saved);
 
-// Returns an error text if indices_by_name() matches all names, but a parameter is in another group
-// of the file. Loading by position would then give its state to another parameter. Returns an empty
-// string if there is no such parameter.
+// Returns an error text if all names match, but a parameter is in another group of the file, so
+// that loading by position would mix up states; otherwise an empty string.
 AMP_EXT_API std::string misplaced_param(const std::vector<Names>& own,
                                         const std::vector<Names>& saved);
 

@@ -1,5 +1,5 @@
-// Finds changes of a parameter's tensors, fills KernelTensorArgs, and after a step copies the
-// results from dense copies to their originals.
+// Finds changes of a parameter's tensors, fills KernelTensorArgs, and copies results back from
+// dense copies.
 #include "optimizer/param_slot.h"
 
 #include <ATen/core/grad_mode.h>
@@ -171,8 +171,7 @@ void ParamSlot::fill_args() {
   args.global_offset = global_offset;
   args.group = static_cast<int32_t>(group);
   grad_is_current = true;
-  // A fingerprint does not show changed strides, so the args of non-contiguous tensors are filled
-  // in every step.
+  // A fingerprint does not show changed strides, so non-contiguous tensors are read in every step.
   args_are_current =
       contiguous_copies.empty() &&
       std::all_of(fingerprints.begin(), fingerprints.end(), [](const Fingerprint& fingerprint) {
@@ -210,8 +209,8 @@ bool ParamSlot::differs_from_master(uint64_t seed) const {
   return false;
 }
 
-// With skip_nonfinite, an element that was skipped must keep its bits. Converting it to the dtype
-// of the dense copy and back could change the bits of a NaN, or a value too large for that dtype.
+// With skip_nonfinite, a skipped element must keep its bits. Converting it to the dense copy's
+// dtype and back could change a NaN or a large value.
 void ParamSlot::copy_back(bool skip_nonfinite) const {
   for (const ContiguousCopy& copy : contiguous_copies) {
     if (!copy.written) continue;

@@ -20,8 +20,8 @@ namespace amp_ext {
 
 // The state of one parameter. A tensor that the optimizer does not use is undefined.
 struct ParamState {
-  // Buffers such as exp_avg, of the parameter's shape. 8-bit buffers are int8 (ratios to the root
-  // of the second moment) or uint8 (quantized in blocks along the parameter's memory).
+  // Buffers such as exp_avg, of the parameter's shape. 8-bit buffers are int8 (ratios) or uint8
+  // (quantized in blocks along the parameter's memory).
   std::vector<at::Tensor> buffers;
   at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
   at::Tensor step;          // float32, one element
@@ -32,13 +32,12 @@ struct ParamState {
 enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
 inline constexpr int kLists = kBuffer0 + kMaxBuffers;
 
-// Returns the dtype in which kernels read a gradient: the parameter's dtype if moments are
-// quantized (`has_codes`), otherwise the gradient's dtype if there is a kernel for it, otherwise
-// float32.
+// Returns the dtype in which kernels read a gradient: the parameter's if moments are quantized
+// (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
 
-// Returns a corrected float32 master. Where the master does not round to the parameter, the
-// parameter was changed after the master, so the parameter's value replaces the master's.
+// Returns a corrected float32 master: the parameter's value where the master does not round to it,
+// because the parameter was changed later.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 // A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
@@ -48,14 +47,13 @@ struct ContiguousCopy {
   bool written;  // the kernel writes `dense`, so it must be copied back
 };
 
-// How many slots ahead a loop prefetches tensors and storages. Tensors come earlier, because the
-// address of a storage is read from its tensor.
+// Slots by which a loop prefetches ahead: first tensors, which have the addresses of the storages.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
   const void* object;  // identity of the parameter
-  // The parameter or this rank's shard, set only during an operation of the plan. It is borrowed,
-  // because counting a reference would take longer than all other work on the slot.
+  // The parameter or this rank's shard, set only during an operation of the plan. Counting a
+  // reference would take longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
   std::optional<SeenTensor> param_of_master;  // parameter when its master was last rounded to it
@@ -101,8 +99,7 @@ struct ParamSlot {
   // True if the gradient is still seen_grad and was not written since see_grad().
   bool grad_is_as_seen() const;
   void see_grad();
-  // Prefetch all tensors of the slot, or all storages. The checks read them one after the other and
-  // would otherwise wait for a cache miss at each of them.
+  // Prefetch all tensors of the slot, or all storages, which the checks read one after the other.
   AMP_EXT_INLINE void prefetch_tensors() const {
     for (int list = 0; list < kLists; ++list) {
       if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
@@ -125,18 +122,18 @@ struct ParamSlot {
   BufferFormat format(int buffer) const;  // derived from the buffer's dtype
   bool has_codes() const;                 // whether args has a quantized buffer
 
-  // If a lazy clone (copy-on-write) shares the memory of a tensor, gives the tensor a copy of its
-  // own before a step writes it. Returns true in this case.
+  // Gives the tensor memory of its own if a lazy clone (copy-on-write) shares it; returns true
+  // then.
   bool leave_lazy_clone(int list);
   // Updates the fingerprint of a tensor. Returns true if the fingerprint has changed.
   bool take_fingerprint(int list);
-  // If a new gradient needs no conversion and no dense copy, puts it into args and returns true.
-  // Otherwise returns false.
+  // Puts a new gradient into args if it needs no conversion and no dense copy; otherwise returns
+  // false.
   bool take_new_grad();
   void fill_args();
   void mark_written();
-  // True if one of a few elements, chosen by `seed`, differs from the rounded float32 master. All
-  // tensors must be on the CPU, and args up to date.
+  // True if one of a few elements, chosen by `seed`, differs from the rounded float32 master. Needs
+  // CPU tensors and current args.
   bool differs_from_master(uint64_t seed) const;
   void copy_back(bool skip_nonfinite) const;
 };

@@ -99,8 +99,8 @@ void ParamSlotChecks::check_buffers(const ParamSlot& slot) const {
   const auto check = [&](int list, bool ok, const auto&... message) {
     TORCH_CHECK(ok, operation, ": ", name_of(slot, list), " must be ", message...);
   };
-  // `coded` is the index of the buffer whose dtype tells whether the buffers are quantized: the
-  // ratios if the formula has them, otherwise the first buffer that has a quantized format.
+  // `coded` is the index of the buffer whose dtype tells whether buffers are quantized: the ratios,
+  // or else the first buffer that has a quantized format.
   const BufferDescriptions buffers{described, slot.number_of_buffers};
   int coded = -1;
   for (int i = 0; i < buffers.count; ++i) {

@@ -9,8 +9,7 @@
 
 namespace amp_ext {
 
-// How errors name a tensor: "exp_avgs[3]" in a list operation, "exp_avg of group 0, param 3" in an
-// optimizer.
+// How errors name a tensor: "exp_avgs[3]" (lists) or "exp_avg of group 0, param 3" (optimizers).
 enum class Naming { kLists, kGroups };
 
 struct ParamSlotChecks {

@@ -25,8 +25,8 @@ struct AMP_EXT_API SavedGroup {
   std::map<std::string, Flag> flags;  // entries whose keys are in kSavedFlags
   bool has_step = false;              // whether there is an entry "step"
 
-  // True if the group's "step" is the step count of all of its states, as in files of FusedAdam
-  // (apex and TransformerEngine).
+  // True if "step" counts the steps of all states of the group, as in files of FusedAdam (apex,
+  // TransformerEngine).
   bool counts_for_states() const;
 };
 
@@ -45,13 +45,12 @@ struct AMP_EXT_API Loader {
 };
 
 // Throws if the groups or states of a file lack a required key, or have an unknown key that may
-// change what a step does. Keys that a user added are allowed in files of torch and of amp_ext, and
-// in any file if the optimizer's own groups have these keys.
+// change a step. Keys of users are allowed in files of torch and amp_ext, and in others if the
+// optimizer's own groups have them.
 AMP_EXT_API void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                                     const Keys& state_keys);
 
-// Throws torch's error unless each saved group has as many parameters as the optimizer's group.
-// `own` and `saved` hold the number of parameters of each group.
+// Throws torch's error unless the saved groups have as many parameters as the optimizer's (`own`).
 AMP_EXT_API void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved);
 
 }  // namespace amp_ext::optim

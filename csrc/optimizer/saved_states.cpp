@@ -61,9 +61,8 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   }
 }
 
-// Returns the quantized formats in which a file has a moment. Returns none if the file also has the
-// moment as a floating-point tensor, because that tensor is newer: a program without 8-bit support
-// has added it.
+// Returns the quantized formats in which a file has a moment. None if it also has a floating-point
+// tensor, which is newer: a program without 8-bit support has added it.
 std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
   if (saved.find(name) != nullptr) return {};
   return saved_codes(present_in(saved), name);
@@ -105,8 +104,8 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Returns all moments in a file, including moments that the group does not use now, because a
-// training loop may change the group's options.
+// Returns all moments in a file. A training loop may later need those that the group does not use
+// now.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;

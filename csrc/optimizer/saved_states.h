@@ -1,5 +1,5 @@
-// Checks and converts the state of a parameter from a file. amp_ext, torch or another library may
-// have written the file, and the options of the optimizer may have been different.
+// Checks and converts the state of a parameter from a file of amp_ext, torch or another library,
+// written with any options.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,13 +30,13 @@ struct AMP_EXT_API SavedState {
   const SavedValue* find(const std::string& key) const;
 };
 
-// Throws if a state does not fit a parameter or lacks a required value. `saved` must hold unsharded
-// tensors, even if this rank has a shard of the parameter.
+// Throws if a state does not fit a parameter or lacks a required value. `saved` holds unsharded
+// tensors.
 AMP_EXT_API void check_saved_state(const StateSpec& spec, const ParamRef& param,
                                    const SavedState& saved, const std::string& operation);
 
-// Returns copies of the tensors of a saved state, in the formats that `spec` asks for and in the
-// file's order. The tensors in `saved` must be this rank's shards.
+// Returns copies of the tensors of a saved state, in the formats of `spec` and in the file's order.
+// `saved` holds this rank's shards.
 AMP_EXT_API StateMap loaded_state(const StateSpec& spec, const ParamRef& param,
                                   const SavedState& saved);
 

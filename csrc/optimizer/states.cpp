@@ -26,8 +26,8 @@ Moments moments_in(const StateSpec& spec, const StateMap& state) {
   return moments;
 }
 
-// Throws if only a part of a state exists, because new moments, which are 0, would not fit an old
-// step count. An AMSGrad maximum may be missing, because a training loop may switch AMSGrad on.
+// Throws if only a part of a state exists: new moments of 0 would not fit an old step count. An
+// AMSGrad maximum may be missing, because a training loop may switch AMSGrad on.
 void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   const bool has_step = spec.keeps_step && tensor_under(state, "step").defined();
   if (!has_step && moments_in(spec, state).empty()) return;
@@ -187,8 +187,7 @@ StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap s
   std::vector<MomentFormat> formats;
   for (const MomentFormat& format : spec.formats(param)) {
     const bool is_used = formats.size() < static_cast<size_t>(spec.buffer_count);
-    // Also converts existing buffers that the group does not use, because a training loop may
-    // change the group's options.
+    // Also converts unused buffers, because a training loop may change the group's options.
     if (is_used || has_moment(keys_in(state), format.name)) formats.push_back(format);
   }
   const Moments made = convert_moments(moments, formats, param.local);

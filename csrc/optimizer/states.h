@@ -1,5 +1,5 @@
-// The state of a parameter: step count, master weights and moments. Missing parts are created and
-// others converted, as the options of the group require.
+// The state of a parameter: step count, master and moments. Missing parts are created and others
+// converted, as the options of the group require.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,8 +30,8 @@ AMP_EXT_API void set_under(StateMap& state, const std::string& key, at::Tensor t
 AMP_EXT_API HasKey keys_in(const StateMap& state);
 AMP_EXT_API Masters masters_in(const StateMap& state);
 
-// A parameter and its position in the optimizer. `unsharded` determines the formats of the state,
-// so that all ranks have the same formats. The tensors of the state are shards like `local`.
+// A parameter and its position in the optimizer. `unsharded` determines the formats, which all
+// ranks share; the tensors of the state are shards like `local`.
 struct AMP_EXT_API ParamRef {
   at::Tensor unsharded;  // the whole parameter; only dtype, sizes and strides are read
   at::Tensor local;      // this rank's shard, or the whole parameter
@@ -49,16 +49,14 @@ struct AMP_EXT_API StateSpec {
   at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
   int buffer_count = 0;                     // how many of `buffers` the group uses
   bool keeps_step = true;                   // whether states have a step count
-  // Whether a state that lacks a buffer is refused. If false, the next step of such a state counts
-  // as its first step.
+  // Whether a state that lacks a buffer is refused. If not, its next step counts as the first.
   bool needs_buffers = true;
   bool needs_step = true;  // whether a state without its step count is refused
   MasterWeights master_weights = true;
   StateDType state_dtype;
   std::optional<std::string> rounding;
 
-  // Return the names of buffers, which are torch's keys such as "exp_avg". names() lists the
-  // buffers that the group uses, all_names() all buffers of the formula.
+  // Return torch's keys of the buffers, such as "exp_avg": those in use, or all of the formula.
   std::vector<std::string> names() const;
   std::vector<std::string> all_names() const;
 
@@ -94,9 +92,9 @@ AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& o
 AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                                     const StateRequirements& requirements);
 
-// Returns a state with all tensors that `spec` requires: missing tensors are created, tensors of a
-// wrong dtype, format or device are converted, and all others returned unchanged. No given tensor
-// is written. Throws if only some of the required entries exist.
+// Returns a state with all tensors that `spec` requires: missing ones are created, others converted
+// if their dtype, format or device is wrong. No given tensor is written. Throws if only some of the
+// required entries exist.
 AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
 // Returns the tensors of a complete state that a step reads and writes.
