@@ -15,8 +15,8 @@
 
 namespace amp_ext {
 
-// Device memory that step kernels need; empty on the CPU. Every optimizer has its own, so that two
-// optimizers on two streams never share it.
+// Device memory that step kernels need; empty on the CPU. Every optimizer has its own, because
+// optimizers may run on different streams.
 class StepScratch {
  public:
   // Allocates the memory for `device` in advance, so that launches do not allocate.
@@ -29,8 +29,8 @@ class StepScratch {
   std::unordered_map<at::Device, at::Tensor> counters_;
 };
 
-// True if the CUDA engine works on the memory of this device, so that the host must not read it. In
-// the test build that emulates CUDA (AMP_EXT_CUDA_EMULATOR), the CUDA engine works on CPU tensors.
+// True if the CUDA engine works on the memory of this device. The test build that emulates CUDA
+// (AMP_EXT_CUDA_EMULATOR) uses CPU tensors.
 bool uses_cuda_engine(const at::Device& device);
 
 // Throws unless an engine for this device was built and its driver can run it.
@@ -52,8 +52,8 @@ class DeviceEngine {
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-  // be null) report inf and NaN as in a scan, and found_inf also reports a factor that is inf or
-  // NaN. is_launched[all_args.size()] is set as in `step`.
+  // be null) report inf and NaN as in a scan; found_inf also reports such a factor.
+  // is_launched[all_args.size()] is set as in `step`.
   virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                         bool* is_launched) const = 0;
@@ -61,8 +61,7 @@ class DeviceEngine {
   virtual void count_nonfinite(const at::Device& device,
                                const std::vector<KernelTensorArgs>& all_args,
                                int64_t* counts) const = 0;
-  // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are not
-  // rounded to nearest. Adds nothing on engines that compute them by IEEE 754 instructions.
+  // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are wrong.
   virtual void count_division_errors(const at::Device& /*device*/, int64_t /*stride*/,
                                      int64_t* /*wrong*/) const {}
   virtual void average(const at::Device& device, const AverageLaunch& launch,

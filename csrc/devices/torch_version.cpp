@@ -1,5 +1,5 @@
-// Compares versions of torch's C interface. A version is an integer with the major release in its
-// highest byte, then the minor release, the patch and so on.
+// Compares versions of torch's C interface: integers with the major release in the highest byte,
+// then the minor release and the patch.
 #include "devices/torch_version.h"
 
 #include <c10/util/Exception.h>

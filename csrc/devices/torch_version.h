@@ -7,7 +7,7 @@ namespace amp_ext {
 
 // Throws unless the loaded torch is the minor release of the build. The dynamic loader would not
 // notice: torch 2.12 has all symbols that a library built for 2.13 needs, but some behave
-// differently, and training would go wrong. Python programs get the error earlier, from binary.py.
+// differently.
 void check_torch_version(const std::string& operation);
 
 }  // namespace amp_ext

@@ -1,5 +1,4 @@
-// The loss scale of a gradient scaler: its tensors, their update after each iteration, and the
-// statistics of the updates. The GradScalers of Python and of C++ both hold a LossScale.
+// The loss scale of the GradScalers of Python and C++: its tensors, updates and statistics.
 #pragma once
 
 #include <ATen/core/Scalar.h>
@@ -22,8 +21,8 @@
 
 namespace amp_ext {
 
-// Returns the name of a parameter for errors and reports, for example "group 0, param 3", or an
-// empty string if it is unknown. `index` counts the parameters of all groups in order.
+// Returns the name of a parameter, for example "group 0, param 3", or an empty string if it is
+// unknown. `index` counts the parameters of all groups in order.
 using NameOf = std::function<std::string(int64_t index)>;
 
 // Messages that an update of the scale produces for the log of the caller.
@@ -47,14 +46,14 @@ struct ReportedFlag {
 };
 
 // Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
-// the monitor unless `monitor` is null.
+// the monitor, unless it is null.
 void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
                   const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor);
 
 class AMP_EXT_API LossScale {
  public:
-  // Options, initial values and tensors. The scaler that owns this object may set them at any time,
-  // and may replace the tensors that make() created, for example after a load.
+  // Options, initial values and tensors. The scaler that owns this object may set them, and replace
+  // the tensors, for example after a load.
   LossScaleHyperparameters hyperparameters;
   int64_t warn_after = 10;       // number of updates skipped in a row before a warning
   bool warned_of_scale = false;  // whether the warning about a too small scale was given already
@@ -64,45 +63,41 @@ class AMP_EXT_API LossScale {
   at::Tensor scale, growth_tracker;  // [] float32 and [] int32; undefined before make()
   at::Tensor hysteresis_tracker;     // [] int32; undefined with a hysteresis of 1
 
-  // Creates the tensors from the initial values. In inference mode it creates normal tensors, so
-  // that they can be written after the mode has ended.
+  // Creates the tensors from the initial values, as normal tensors even in inference mode.
   void make(const at::Device& device);
 
-  // Loads a state dict; min_scale and max_scale stay unchanged. `entry` returns the number under a
-  // name, and throws if a required entry is missing or a value is invalid. If `entry` throws,
-  // nothing is loaded.
+  // Loads a state dict, except min_scale and max_scale. `entry` returns the number under a name,
+  // and throws if it is missing though required, or invalid. Then nothing is loaded.
   using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
   void load(const Entry& entry);
 
-  // Methods about scans of gradients. `slot` identifies an optimizer: it is the index of its
-  // report.
+  // Methods about scans of gradients. `slot` is the index of an optimizer's report.
 
-  // Returns the slot of the optimizer at address `key`. A slot whose `is_alive` returns false does
-  // not count: its optimizer was destroyed, and another optimizer may now have this address.
+  // Returns the slot of the optimizer at address `key`, unless `is_alive` returns false: another
+  // optimizer may now have the address of a destroyed one.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
-  // Returns the slot of an optimizer, and adds a slot if the optimizer is unknown.
-  // `guard_has_skipped` returns whether a NormGuard skipped the last step, which flags don't show.
+  // Returns the slot of an optimizer, which is added if it is unknown. `guard_has_skipped` returns
+  // whether a NormGuard skipped the last step, which flags don't show.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
-  // Starts an iteration of an optimizer, and drops its last scan if no update has read it. Returns
-  // a found_inf of 0 on the scale's device. Callers must copy this tensor and never write it.
+  // Starts an iteration of an optimizer, and drops a scan that no update has read. Returns a
+  // found_inf of 0 on the scale's device, which callers must not write.
   const at::Tensor& start_iteration(int64_t slot);
 
-  // Scans the gradients on one device; `grads` has one tensor for each parameter (see
-  // grads_by_device). Multiplies the gradients by `inv_scale` if it is given. Returns a copy of
-  // `found_inf`, set to 1 if a gradient is inf or NaN.
+  // Scans the gradients on one device (see grads_by_device), and multiplies them by `inv_scale` if
+  // it is given. Returns a copy of `found_inf`, set to 1 if a gradient is inf or NaN.
   at::Tensor scan(int64_t slot, const TensorList& grads, const at::Tensor& found_inf,
                   const OptionalTensor& inv_scale);
 
   // Returns the tensor ([] int64 on `device`) that a scan lowers to the index of the first gradient
-  // with inf or NaN. The index counts parameters of all groups, with or without a gradient.
+  // with inf or NaN, among all parameters.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
-  // Stores the first_nonfinite tensors of an optimizer that scans its own gradients, one per
-  // device.
+  // Stores the first_nonfinite tensors, one per device, of an optimizer that scans its own
+  // gradients.
   void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
   // Makes check_scales() throw after the next update if `differ`, a [] bool, is true.
@@ -110,14 +105,13 @@ class AMP_EXT_API LossScale {
 
   // Updates.
 
-  // Allocates the reports that the next update writes. update() calls make_room() itself; call it
-  // earlier only if other threads may read reports while update() runs.
+  // Allocates the reports that the next update writes. update() does so, too; an earlier call is
+  // needed only if other threads read reports meanwhile.
   void make_room();
 
-  // Updates the scale from the flags of an iteration, without waiting for the device. Each flag is
-  // an optimizer's slot with its found_inf on one device. If `set` is not null, update() calls it
-  // to set the scale, and only records the flags in the statistics. Returns messages about the last
-  // update that the device has finished, and each message only once.
+  // Updates the scale from the flags of an iteration (pairs of a slot and a found_inf), without
+  // waiting for the device. If `set` is not null, it sets the scale instead, and flags only enter
+  // the statistics. Returns new messages about the last finished update.
   LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
                      const std::function<void()>& set);
 
@@ -131,9 +125,8 @@ class AMP_EXT_API LossScale {
 
   // Statistics, as of the last update that the device has finished. Reading them never waits.
 
-  // Returns whether the last step of the optimizer in `slot` was skipped. If `slot` is nullopt,
-  // returns whether the last step of any optimizer was skipped. Returns nullopt if there was no
-  // step.
+  // Returns whether the last step of the optimizer in `slot` (nullopt: of any optimizer) was
+  // skipped, or nullopt if there was no step.
   std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
   // `initial_scale` is the scale to report before the first update.
   ScalerStats stats(double initial_scale) const;

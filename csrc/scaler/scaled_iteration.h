@@ -1,5 +1,5 @@
-// The iteration of one optimizer, from the scaler's first scan of its gradients to the update. The
-// GradScalers of Python and of C++ share this class.
+// The iteration of one optimizer, from the scaler's first scan of its gradients to the update, for
+// the GradScalers of Python and C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,12 +27,10 @@ struct ParamGrad {
 
 using GradsByDevice = std::vector<std::pair<at::Device, TensorList>>;
 
-// Sorts gradients by device. The list of each device has one tensor for each parameter, so that
-// indices count parameters: the gradient, the values of a sparse gradient, or an empty tensor if
-// the gradient is undefined or on another device. Sparse float16 gradients are coalesced first,
-// because a sum of finite entries may overflow.
-//
-// Throws if a gradient is complex, or if it is float16 and `allow_fp16` is false.
+// Sorts gradients by device. Each list has one tensor for each parameter: the gradient, the values
+// of a sparse gradient, or an empty tensor if it is undefined or on another device. Sparse float16
+// gradients are coalesced first, because a sum of finite entries may overflow. Throws if a gradient
+// is complex, or float16 unless `allow_fp16`.
 AMP_EXT_API GradsByDevice grads_by_device(const TensorList& params, TensorList grads,
                                           bool allow_fp16, const NameOf& name_of);
 
@@ -42,30 +40,29 @@ class AMP_EXT_API ScaledIteration {
 
   int64_t slot;    // index of the optimizer's report, see LossScale::add_optimizer
   NameOf name_of;  // returns the name of a parameter by its index
-  // True if an exception may have left gradients or parameters partly written. Only update() is
-  // allowed then. The scaler also sets needs_reset during a step of another package's optimizer,
-  // because the scaler can't see how much a failed step has written.
+  // True if an exception may have left gradients or parameters partly written: then only update()
+  // is allowed. Also set during a step of another package's optimizer.
   bool needs_reset = false;
 
   // Throws an error that names `operation`, a method of the scaler, if needs_reset is true.
   void check_needs_no_reset(const std::string& operation) const;
 
-  // Throws if one of the gradients was already unscaled in `other`, the iteration of another
-  // optimizer with the same parameter.
+  // Throws if one of the gradients was already unscaled in `other`, an optimizer with the same
+  // parameter.
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
-  // Throws if a gradient may carry the scale although unscale_() was called, because the gradient
-  // did not exist then, or was written or replaced after the next loss was scaled.
+  // Throws if a gradient may carry the scale in spite of unscale_(): it did not exist then, or was
+  // written or replaced after the next loss was scaled.
   void check_unscaled(const std::vector<ParamGrad>& grads) const;
 
-  // Notes that the scaler scales a loss: gradients that are written or replaced from now on may
-  // carry the scale. If the optimizer `has_stepped`, all of its gradients may be new.
+  // Notes that a loss is scaled: gradients that are written or replaced from now on may carry the
+  // scale. If the optimizer `has_stepped`, all of its gradients may be new.
   void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
-  // Remembers the gradients that are about to be unscaled, and sets needs_reset. The caller clears
-  // needs_reset when all gradients are unscaled.
+  // Remembers the gradients that are about to be unscaled, and sets needs_reset, which the caller
+  // clears after all of them.
   void begin_unscaling(const std::vector<ParamGrad>& grads);
   // Undoes begin_unscaling if no gradient was written.
   void forget_unscaling();
@@ -86,8 +83,8 @@ class AMP_EXT_API ScaledIteration {
     bool is(const ParamGrad& each) const;
   };
 
-  // Returns the index of the first parameter that has a gradient and for which predicate(entry,
-  // param) is true. `entry` is null if the gradient was not unscaled.
+  // Returns the index of the first parameter with a gradient for which predicate(entry, param) is
+  // true. `entry` is null if the gradient was not unscaled.
   template <typename Predicate>
   std::optional<int64_t> first(const std::vector<ParamGrad>& params,
                                const Predicate& predicate) const;

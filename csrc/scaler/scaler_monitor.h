@@ -1,5 +1,5 @@
 // The reports of a scaler's updates. Kernels write them on the device and copy them to a mirror in
-// host memory, so that the host can read them without waiting.
+// host memory, which the host reads without waiting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +19,7 @@ struct ScaleHistory {
   std::vector<bool> skipped;   // whether each update found an overflow
 };
 
-// Holds the reports of one scaler. Reads never wait: they return the state after the last update
-// that the device has finished.
+// The reports of one scaler, as of the last update that the device has finished.
 class AMP_EXT_API ScalerMonitor {
  public:
   explicit ScalerMonitor(at::Device device);

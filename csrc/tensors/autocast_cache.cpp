@@ -1,5 +1,5 @@
-// The Autocast scope of C++ programs, and autocast's cache of cast weights. The code has its own
-// file, because the header of autocast takes as long to compile as a whole source file.
+// The Autocast scope of C++ programs, and autocast's cache of cast weights, in a file of its own,
+// because autocast's header takes long to compile.
 #include "tensors/autocast_cache.h"
 
 #include <ATen/autocast_mode.h>

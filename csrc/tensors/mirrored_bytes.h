@@ -39,8 +39,7 @@ inline void synchronize(const at::Device& device) {
   guard.synchronizeDevice(device.index());
 }
 
-// Waits for the device before a destructor frees a mirror. Errors are ignored, because a destructor
-// can't report them and may run when the process ends.
+// Waits for the device before a destructor frees a mirror. A destructor can't report errors.
 inline void wait_before_end(const at::Device& device) noexcept {
   try {
     synchronize(device);
@@ -48,8 +47,7 @@ inline void wait_before_end(const at::Device& device) noexcept {
   }
 }
 
-// Entries [first, end) of a ring buffer as magnitudes and signs. A negative entry belongs to a step
-// that was skipped or clipped.
+// Entries [first, end) of a ring buffer; a negative sign marks a skipped or clipped step.
 struct SignedHistory {
   std::vector<double> numbers;
   std::vector<bool> have_sign;

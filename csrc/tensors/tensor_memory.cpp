@@ -11,8 +11,8 @@ namespace amp_ext {
 
 namespace {
 
-// Memory of a tensor that is not empty, as contiguous runs of `run` bytes each. One run starts at
-// `begin`, the others at `begin` plus multiples of the strides in `steps`.
+// Memory of a tensor, as contiguous runs of `run` bytes, at `begin` plus multiples of the strides
+// in `steps`. Never empty.
 struct Placed {
   struct Step {
     int64_t size;    // number of runs, at least 2
@@ -33,7 +33,7 @@ struct Placed {
   }
 
   // True if each stride is at least the span of all smaller strides, so that no two runs share a
-  // byte. If false, runs may still be apart, for example with sizes {2, 2} and strides {2, 3}.
+  // byte. With sizes {2, 2} and strides {2, 3}, runs are apart, but the result is false.
   bool is_surely_apart() const {
     int64_t span = run;
     for (const Step& step : steps) {
@@ -89,8 +89,8 @@ struct Stretch {
   size_t owner;
 };
 
-// Finds two stretches that share a byte and of which at least one is written. Returns the owners of
-// the two stretches, the larger index first.
+// Finds two stretches that share a byte, at least one of them written. Returns their owners, the
+// larger index first.
 std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stretches,
                                                      const std::vector<Placed>& cluster) {
   std::sort(stretches.begin(), stretches.end(), [](const Stretch& a, const Stretch& b) {
@@ -112,9 +112,8 @@ std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stret
   return std::nullopt;
 }
 
-// True if a quick test proves that no two tensors of a cluster share a byte. The test takes
-// addresses modulo the common divisor of all strides. Modulo this divisor, the columns of one
-// matrix, for example, are disjoint intervals.
+// True if a quick test proves that no two tensors of a cluster share a byte: their addresses modulo
+// the common divisor of all strides are disjoint intervals, as for the columns of one matrix.
 bool are_surely_apart(const std::vector<Placed>& cluster) {
   int64_t modulus = 0;
   for (const Placed& placed : cluster) {
@@ -152,8 +151,7 @@ void add_runs(std::vector<Stretch>& stretches, const Placed& placed, size_t owne
   }
 }
 
-// Checks tensors whose address ranges overlap. Time and memory grow with the number of runs, not
-// with the gaps between them.
+// Checks tensors whose address ranges overlap. Time and memory grow with the number of runs.
 void check_cluster(const Context& context, const std::vector<Placed>& cluster) {
   const bool any_written = std::any_of(cluster.begin(), cluster.end(),
                                        [](const Placed& placed) { return placed.use->written; });

@@ -68,17 +68,15 @@ void check_number(const std::string& operation, const std::string& name, const a
 void check_length(const std::string& operation, const std::string& name,
                   const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
 
-// Returns the kernel arguments of a gradient, for operations that need no parameter. `data` points
-// to the gradient's elements, dense in memory. Reports such as first_nonfinite identify the
-// gradient by `number`.
+// Returns the kernel arguments of a gradient for operations on gradients alone. `data` has its
+// elements, dense in memory; `number` identifies it in reports such as first_nonfinite.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
 // True if both tensors are dense in the same order, so that one index addresses both.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
-// Functions for residuals of split master weights. A 16-bit residual is stored as pairs of uint8,
-// because collectives do not support int16; residual_elements returns the int16 view that kernels
-// take.
+// Functions for residuals of split masters. A 16-bit residual is stored as pairs of uint8, because
+// collectives do not support int16; residual_elements returns an int16 view for kernels.
 void check_is_residual(const std::string& operation, const std::string& name,
                        const at::Tensor& residual, const at::Tensor& param);
 at::Tensor residual_elements(const at::Tensor& residual);
@@ -96,8 +94,8 @@ inline void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Recognizes a tensor that was seen earlier, without owning it. The weak reference to the storage
-// keeps another storage from getting the same address, but does not keep the elements in memory.
+// Recognizes a tensor without owning it. The weak reference keeps other storages from getting the
+// same address, but does not keep the elements in memory.
 struct SeenTensor {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   int64_t version;
@@ -114,8 +112,7 @@ struct SeenTensor {
   }
 };
 
-// Prefetches an object's memory. Always inlined, because compilers remove calls of functions that
-// neither write nor return anything.
+// Prefetches an object's memory. Compilers remove calls of such functions unless they are inlined.
 template <typename T>
 AMP_EXT_INLINE void prefetch(const T* object) {
   constexpr size_t kLine = 64;  // bytes in a cache line, on most CPUs
@@ -124,16 +121,15 @@ AMP_EXT_INLINE void prefetch(const T* object) {
   __builtin_prefetch(bytes + sizeof(T) - 1);
 }
 
-// Leaves inference mode and switches autograd off, so that new tensors are normal tensors.
-// Inference tensors can't be written outside inference mode, nor saved for backward. Don't write
-// tensors of the caller in this scope.
+// Leaves inference mode and switches autograd off, so that new tensors are normal tensors, which
+// can be written later. Don't write tensors of the caller in this scope.
 struct OutsideInferenceMode {
   const c10::InferenceMode off{false};  // also switches autograd on
   const at::NoGradGuard no_grad;
 };
 
-// Fingerprint of a plain tensor's memory and layout, which shows changes. Each step computes the
-// fingerprint of every tensor, so it reads only the tensor and its storage and calls nothing.
+// Fingerprint of a plain tensor's memory and layout. Each step computes it for every tensor, so it
+// reads only the tensor and its storage and calls nothing.
 struct Fingerprint {
   const void* storage = nullptr;
   int64_t offset = 0;
@@ -153,8 +149,8 @@ struct Fingerprint {
             impl.dtype(),
             impl.is_contiguous()};
   }
-  // Adds the sizes to the fingerprint. Only parameters need sizes, because all other tensors are
-  // compared with the parameter when the parameter changes.
+  // Adds the sizes, which only parameters need: other tensors are compared with a changed
+  // parameter.
   void take_sizes(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     if (impl.has_symbolic_sizes_strides()) return;  // never true for a plain tensor
@@ -176,7 +172,7 @@ struct MemoryUse {
 };
 
 // Throws if a written tensor shares an element with another tensor or with itself. Interleaved
-// views that share no element are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
+// views are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
 void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>& uses,
                       const std::function<std::string(const MemoryUse&)>& name);
 

@@ -5,8 +5,8 @@
 
 namespace amp_ext {
 
-// Returns the tensor on a device. A copy from a GPU to the CPU blocks, because otherwise the host
-// could read it too early. A copy to a GPU does not block, because streams keep the order.
+// Returns the tensor on a device. Only a copy from a GPU to the CPU blocks, because otherwise the
+// host could read it too early.
 inline at::Tensor to_device(const at::Tensor& tensor, const at::Device& device) {
   return tensor.to(device, /*non_blocking=*/!device.is_cpu());
 }
