@@ -2,10 +2,10 @@
 
     python benchmarks/fast_path.py --json results/fast_path.json
 
-Some rows of the table have unusual values, for which the fast path falls back to the general code.
-The two kinds of kernels run in separate processes, which take turns, because a process reads the
-environment variable AMP_EXT_CUDA_FAST_PATH only once. Each row shows the least time of a step of
-AdamW, or of the optimizer that the row names, and its bandwidth relative to a copy.
+Rows with unusual values show the fallback to the general code. The two kinds of kernels run in
+separate processes, in turns, because a process reads AMP_EXT_CUDA_FAST_PATH only once. Each row
+shows the least time of a step of AdamW, or of the optimizer that the row names, and its bandwidth
+relative to a copy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import amp_ext
 ELEMENTS = 2**28
 SMALL = 2**25
 
-# Maps the name of a row of the table to the parameter dtype, the options of the optimizer, and the
-# bytes that a step moves per element.
+# Maps the name of a row to the parameter dtype, the options of the optimizer, and the bytes that a
+# step moves per element.
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "bf16, split8 masters, 8bit": (
         torch.bfloat16,

@@ -1,9 +1,8 @@
 """Compares other packages' optimizers with ours, before and after we load their checkpoint.
 
-Takes 20 steps with both optimizers, loads the checkpoint of the other package's optimizer into
-ours, and takes 20 more. Prints the table of docs/migration.md. The functions on that page convert
-the checkpoints. Packages that are not installed are left out. The table on the page was made in an
-environment with::
+Takes 20 steps with both optimizers, loads their checkpoint into ours, and takes 20 more. The
+functions of docs/migration.md convert the checkpoints, and the table of that page is printed.
+Packages that are not installed are left out. The table was made in an environment with::
 
     pip install torch==2.13.0 bitsandbytes==0.50.2 torch-optimi==0.3.3 flashoptim==0.1.4 \
         lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 heavyball==3.2.1 deepspeed==0.19.8 ninja
@@ -184,8 +183,8 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor) -> str:
 def measured(row: Row) -> tuple[str, str]:
     """Returns relative distances of our parameter from theirs, as two cells of the table.
 
-    The first cell is measured after 20 steps. The second is measured after 20 more steps, before
-    which our optimizer has loaded their checkpoint.
+    The first cell is measured after 20 steps. Then our optimizer loads their checkpoint, and the
+    second cell is measured after 20 more steps.
     """
     options = {"lr": 1e-2, "weight_decay": 0.1}
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))

@@ -2,9 +2,8 @@
 
     PYTHONPATH=. python benchmarks/norm_guard_skips.py  # half a minute
 
-Gradient norms are drawn from a log-normal distribution, which real norms often resemble. Each row
-of the table has another standard deviation of the logarithm. All batches are healthy, so every skip
-is a false alarm. The guard judges the steps of an optimizer with one parameter.
+Gradient norms are drawn from a log-normal distribution, with another standard deviation of the
+logarithm in each row. All batches are healthy, so every skip is a false alarm.
 """
 
 from __future__ import annotations

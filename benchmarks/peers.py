@@ -41,8 +41,8 @@ from amp_ext.program import run_program
 CPU = torch.device("cpu")
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
-# Work that other packages can do, too. FP32: float32 parameters. WIDE, NARROW: bf16 parameters with
-# float32 or with bf16 states. MASTER: bf16 parameters with float32 masters and states.
+# Work that other packages can do, too: float32 parameters (FP32), and bf16 parameters with float32
+# states (WIDE), bf16 states (NARROW), or float32 masters and states (MASTER).
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.float32),
     Work("AdamW", torch.bfloat16, masters=False),
@@ -50,8 +50,8 @@ FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
     Work("AdamW", torch.bfloat16),
 ]
 
-# Work in little memory. SPLIT, SPLIT8: bf16 parameters with split master weights, 10 or 7 bytes per
-# parameter in all. FP32_8BIT: float32 parameters with 8-bit moments.
+# Work in little memory: bf16 parameters with split masters, 10 or 7 bytes per parameter in all
+# (SPLIT, SPLIT8), and float32 parameters with 8-bit moments.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
     Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),
@@ -194,7 +194,7 @@ def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
     if work.has_masters:
         return ["ours", "by_hand", "buffered"]
     is_wide = work.dtype != torch.float32 and work.state_dtype is not None
-    # On a GPU, torch's default is foreach, which is a side already.
+    # torch's default on a GPU is foreach, which is a side already.
     by_default = ["default"] if device.type == "cpu" else []
     return ["ours"] if is_wide else ["ours", "fused", "foreach", *by_default]
 
@@ -235,10 +235,9 @@ STEPS = 50
 SHAPES = ShapeList("agreement", ((128, 128), (128,), (1_003,)))
 SPREAD = 0.1  # std of parameters, large enough to show a missing weight decay in 16 bits
 
-# Allowed distances from float64 after all steps, divided by the total change in float64. They allow
-# for roundings to float32 (FP32), to bf16 at the end (MASTER), or in each step (WIDE, NARROW).
-# Mistakes are larger: a tenth of the weight decay, a learning rate that is 10 % off, or a beta1 of
-# 0.95 change the result by 6 to 18 %.
+# Allowed distances from float64, divided by the total change. Room for roundings to float32 (FP32),
+# to bf16 at the end (MASTER), or in each step (WIDE, NARROW). Mistakes are larger: a learning rate
+# that is 10 % off, for example, changes the result by 10 %.
 TOLERANCES = {FP32: 1e-4, MASTER: 0.005, WIDE: 0.035, NARROW: 0.035}
 TOLERANCES |= {SPLIT: 0.01, SPLIT8: 0.05, FP32_8BIT: 0.05}
 
@@ -287,9 +286,8 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
     """Compares the result of a side with that of AdamW in float64.
 
     Returns:
-        A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, which
-        is true if the side does exactly this work; and ``why``, which is the error if the side
-        fails, else None.
+        A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, true
+        if the side does exactly this work; and ``why``, the error if the side fails, else None.
     """
     plain = replace(work, scaler=False)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}
@@ -363,10 +361,9 @@ def measure_all(
         store: A function that is called with the result after each row.
 
     Returns:
-        A dict with ``surroundings`` (hardware and versions); ``methods``, the results of
-        :func:`compare`; ``rows``, the results of ``measure_row``, each with ``unequal``, the sides
-        that do not do exactly the same work; ``left_out``, the sides and rows without a result,
-        with reasons; and ``failed``, the names of failed rows.
+        A dict with ``surroundings`` (hardware and versions); ``methods`` from :func:`compare`;
+        ``rows`` from ``measure_row``, each with the sides that do other work as ``unequal``;
+        ``left_out``, the sides and rows without a result, with reasons; and ``failed`` rows.
     """
     begin, longest = time.monotonic(), 0.0
     about = describe(device)

@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/rounding_apart.py              # half a minute
     PYTHONPATH=. python benchmarks/rounding_apart.py other.png
 
-The reference run trains a small network of tanh layers by ``torch.optim.AdamW``, in float32 on one
-thread. It is compared with runs by our AdamW, by torch's fused AdamW, and by the AdamW of the
-reference with all initial weights moved by one unit in the last place.
+A small network of tanh layers is trained in float32 on one thread. The reference run by
+``torch.optim.AdamW`` is compared with runs by our AdamW, by torch's fused AdamW, and by the
+reference's AdamW with all initial weights moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from amp_ext.optim import AdamW
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "rounding_apart.png"
 STEPS, EVERY = 3000, 10
 WIDTH, DEPTH = 32, 6
-# Maps the label of a run to a function that makes its optimizer, whether its initial weights are
-# moved by one unit in the last place, and its colour.
+# Maps the label of a run to its optimizer, whether its initial weights are moved by one unit in the
+# last place, and its colour.
 RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
     "amp_ext": (lambda params: AdamW(params, lr=3e-3), False, "#004D7A"),
     "torch, fused=True": (

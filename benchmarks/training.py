@@ -5,14 +5,14 @@
 
 A run trains one model for 200 steps with one of eight configurations (``SIDES``) and one seed. Runs
 with the same model and seed have the same initial parameters and the same data. The GPT has 124M
-parameters and learns a random language: each token follows from the previous one by one of four
-rules, or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, most of them small, and
-learns noisy images of random patterns.
+parameters and learns a random language: a token follows from the previous one by one of four rules,
+or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, and learns noisy images of
+random patterns.
 
 ``training.json`` and ``training.md`` are rewritten after each run; ``training.png`` is drawn at the
 end, and again by ``benchmarks/plot.py training.json picture.png``. Times exclude the warm-up steps.
 ``update`` is the time from the end of the backward pass to the end of ``optimizer.step()`` or
-``scaler.update()``. It includes unscaling, clipping, and copies between parameters and masters.
+``scaler.update()``, with unscaling, clipping, and copies between parameters and masters.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def text(sizes: Sizes, seed: int, device: torch.device) -> Tensor:
         uniform = torch.rand(shape, generator=generator)
         return torch.searchsorted(limits, uniform).clamp_(max=sizes.tokens - 1)
 
-    # All seeds have the same rules (the language), but each seed draws another text.
+    # All seeds share the rules of the language, but draw other texts.
     rules = draw((sizes.tokens, 4), torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(seed)
     shape = (sizes.context + 1, sizes.steps * sizes.rows)
@@ -424,8 +424,7 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     The loss of a run is the mean over its last tenth of steps. ``faster`` and ``update_faster`` are
     the times of torch's side in the same group, divided by those of this side. ``difference`` is
-    the loss of a run minus the loss of torch's run with the same seed: mean and standard deviation
-    over the seeds.
+    the loss minus that of torch's run with the same seed: mean and deviation over the seeds.
     """
     of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:

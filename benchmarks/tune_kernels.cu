@@ -65,8 +65,7 @@ class Memory {
     return reinterpret_cast<T*>(static_cast<char*>(data_) + byte);
   }
 
-  // Sets all bytes to their initial value. Otherwise a kernel would read values that another kernel
-  // has written for other arrays. NaN among these values would make the kernel slower.
+  // Resets all bytes, because NaN left by another kernel would slow this one.
   void fill() const { check(cudaMemset(data_, value_, bytes_), "cudaMemset"); }
 
   // Stores a number at the beginning.
@@ -179,8 +178,7 @@ struct Step {
   using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
   using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
-  // Returns the shape in csrc/cuda, with kBlocks for this GPU. In host code, the constant kBlocks
-  // is not the one for this GPU.
+  // Returns the shape in csrc/cuda. The kBlocks of host code is not the one for this GPU.
   static Described present() {
     int device = 0;
     int major = 0;
@@ -204,8 +202,8 @@ struct Step {
                                                                          : 0;
   static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
                                     kBufferBytes};
-  // Bytes moved per element. A step reads the gradient, and reads and writes all other arrays. Only
-  // a parameter with a float32 master is written without being read.
+  // Bytes moved per element: the gradient is read, all others are read and written, except that a
+  // parameter with a float32 master is only written.
   static constexpr int kMoved =
       kParamBytes * (kMasterBytes == 4 ? 2 : 3) + 2 * kMasterBytes + 4 * kBufferBytes;
 

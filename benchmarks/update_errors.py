@@ -1,8 +1,7 @@
 """Measures the errors of updates: optimizers get the same gradients as a reference in float64.
 
-The gradients don't depend on the parameters, so errors don't influence later gradients. A run of a
-few seconds therefore shows how far updates are from the exact updates. The test
-`tests/programs/test_update_errors.py` checks bounds of the errors.
+The gradients don't depend on the parameters, so errors don't influence later gradients, and a run
+of a few seconds suffices. `tests/programs/test_update_errors.py` checks bounds of the errors.
 
     PYTHONPATH=. python benchmarks/update_errors.py  # errors of our optimizers with bf16 states
 """
@@ -43,13 +42,13 @@ class Errors:
     """The errors of a scheme relative to float64.
 
     Attributes:
-        update: Root mean square (RMS) of the updates' errors, divided by the RMS of exact updates.
+        update: RMS of the updates' errors, divided by the RMS of exact updates.
         largest: The largest error of an update of one element, divided by the learning rate.
-        way: Norm of the error of the total change (the sum of all updates), divided by the norm of
-            the total change.
+        way: Norm of the error of the total change (the sum of all updates), relative to the total
+            change.
         bias: Mean over the elements of the error of ln sqrt(v) after the last step, where v is the
             second moment. NaN without second moments.
-        spread: Standard deviation over the elements of the same error as for ``bias``.
+        spread: Standard deviation of the same error.
     """
 
     update: float
@@ -114,8 +113,7 @@ class Lion64:
 class OptimizerScheme:
     """A scheme that steps an optimizer of torch.optim or amp_ext.optim.
 
-    The parameter is reset to zero before each step, and lr is 1, so that after the step the
-    parameter is the negative update.
+    lr is 1 and the parameter is reset to 0 before each step, so it becomes the negative update.
 
     Args:
         optimizer: The class of the optimizer.

@@ -4,17 +4,15 @@
 
 The training text ships with Python: the topics that ``help()`` shows. After training, the model
 writes a sample of similar text. Parameters and gradients are fp16. amp_ext.optim.AdamW keeps fp32
-master weights and clips by norm inside its step, the trainer accumulates gradients and scales the
-loss, and the learning rate warms up and then falls along a cosine. Matrix products are computed in
-fp16 on a GPU and in fp32 on a CPU, because a CPU without fp16 arithmetic takes 10 times as long for
-fp16 products. On a CPU gradients are stored in fp16, too, so they overflow there as on a GPU.
+masters and clips by norm inside its step, the trainer accumulates gradients and scales the loss,
+and the learning rate warms up and then falls along a cosine. Matrix products are computed in fp16
+on a GPU and in fp32 on a CPU, because most CPUs take 10 times as long for fp16.
 
-The loss scale starts too high on purpose. Expect about eight overflows, whose steps are skipped,
-then a scale that settles around its limit, and a validation loss near 2.1 nats per character. After
-half of the steps the program writes a checkpoint. Then newly made objects load it and repeat the
-second half: every loss, scale, parameter and state must be bit-identical, otherwise the program
-returns 1. Writes ``char_gpt.png`` and ``checkpoint.pt``, and prints a table of measurements and the
-sample.
+The loss scale starts too high on purpose. Expect about eight skipped steps, then a scale that
+settles around its limit, and a validation loss near 2.1 nats per character. After half of the steps
+the program writes a checkpoint. New objects load it and repeat the second half: every loss, scale,
+parameter and state must be bit-identical, otherwise the program returns 1. Writes ``char_gpt.png``
+and ``checkpoint.pt``, and prints a table and the sample.
 """
 
 from __future__ import annotations
@@ -235,8 +233,8 @@ class Training:
             step_loss = torch.zeros((), device=part.device)
             for _ in range(settings.accumulation):
                 pieces = self.text.pieces(part, settings, self.generator)
-                # The last call of this loop takes the optimizer step, which clips by norm and is
-                # skipped after an overflow.
+                # The last call of this loop takes the step, which clips by norm and is skipped
+                # after an overflow.
                 metrics = self.trainer.train_step(pieces)
                 step_loss += metrics.loss / settings.accumulation
             self.schedule.step()

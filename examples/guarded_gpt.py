@@ -5,17 +5,15 @@
 
 The model is a smaller version of the GPT of char_gpt.py, with fp16 parameters and a loss scale.
 From step 200 on, about one step in seven gets a broken batch: all its targets are character 0, as
-if a shard of the data contained zeros. Broken batches are inserted between the healthy ones, which
-are the same in all runs and have the same learning rates. A run that skips all broken batches
-therefore learns from the same text as the run without them.
+if a shard of the data contained zeros. Healthy batches are the same in all runs and have the same
+learning rates, so a run that skips all broken batches learns from the same text as a run without
+them.
 
-There are four runs. The clean run has no broken batches. The three others have broken batches: the
-plain run, a run with ``max_grad_norm=1``, and a run with ``norm_guard=NormGuard()``. Expect the
-guard to skip every broken batch and to end with the loss of the clean run. Expect the plain run to
-end 0.2 nats above the clean run. Clipping ends within a few hundredths of the clean run, because a
-clipped broken batch has no more weight than a healthy one, but you need to know the right limit in
-advance. Writes ``guarded_gpt.png`` and prints a table. With the default settings it also checks
-these claims, and returns 1 if one fails.
+The clean run has no broken batches. The plain run, a run with ``max_grad_norm=1`` and a run with
+``norm_guard=NormGuard()`` do. Expect the guard to skip every broken batch and to end with the loss
+of the clean run, and the plain run to end 0.2 nats above. Clipping ends within a few hundredths of
+the clean run, but you need to know the right limit in advance. Writes ``guarded_gpt.png`` and
+prints a table. With the default settings it also checks these claims, and returns 1 if one fails.
 """
 
 from __future__ import annotations

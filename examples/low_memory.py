@@ -5,10 +5,9 @@
 
 AdamW with bf16 parameters stores a parameter, a gradient, a float32 master and two float32 moments:
 16 bytes. Here both networks are trained in less memory, down to 7 bytes, with everything else
-unchanged. The photograph is fitted as in photo.py, with parameters, gradients and matrix products
-in bf16. A CPU without bf16 arithmetic takes up to 10 times longer for these products, so the
-picture is small. The GPT is a smaller version of the one in char_gpt.py: its parameters and
-gradients are stored in bf16, and its matrix products are computed in fp32.
+unchanged. The photograph is fitted as in photo.py, in bf16; it is small, because many CPUs are slow
+at bf16 products. The GPT is a smaller version of the one in char_gpt.py, with parameters and
+gradients in bf16, and matrix products in fp32.
 
 Dithering rounds a value that is 30 % of the way between two storable ones up in 30 % of the steps.
 Expect every configuration with split masters or with dithering to reach the result of float32
@@ -73,8 +72,7 @@ def in_bf16(name: str, **options: Any) -> Configuration:
 
 
 MASTERS = in_bf16("bf16 + masters, fp32 states")  # the baseline of all comparisons
-# AS_TORCH is expected to end worse than MASTERS. Every other configuration must end as well as
-# MASTERS.
+# Every configuration must end as well as MASTERS, except AS_TORCH, which is expected to end worse.
 AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
     Configuration("fp32, fp32 states", torch.float32, {}),

@@ -7,11 +7,10 @@
     python examples/photo.py --write-start start.pt           # for the program in libtorch/
 
 A picture of 1024 x 1024 pixels has 256 tiles of 64 x 64, over which gradients are accumulated. The
-loss of each tile is therefore divided by k = 256, and without loss scaling the gradients become too
-small for fp16. A CPU trains on a picture of a single tile and divides by the same k, so that the
-gradients are as small. Writes ``photo.png`` and prints a table. With the default settings it also
-checks that amp_ext is as good as fp32 and that fp16 without scaling is worse, and returns 1 if
-either check fails.
+loss of each tile is divided by k = 256, so without loss scaling the gradients become too small for
+fp16. A CPU trains on a single tile and divides by the same k. Writes ``photo.png`` and prints a
+table. With the default settings it also checks that amp_ext is as good as fp32 and that fp16
+without scaling is worse, and returns 1 if either check fails.
 """
 
 import math
@@ -82,8 +81,7 @@ class Settings:
     tiles: int  # divisor k of the loss
 
 
-# The CPU sizes are small, because a CPU without fp16 arithmetic takes 10 to 100 times longer for an
-# fp16 matrix product than for an fp32 one.
+# Sizes for CPUs, which may take 10 to 100 times longer for an fp16 matrix product than for fp32.
 DEFAULTS = {
     "quick": Settings(steps=40, size=32, width=32, tiles=256),
     "cpu": Settings(steps=200, size=64, width=64, tiles=256),
@@ -143,8 +141,7 @@ def train(
 
     losses, scales, skipped = [], [scaler.get_scale()], []
     start = told = time.perf_counter()
-    # The trainer only saves and loads the run. It does not train, because all recipes share the
-    # loop below.
+    # The trainer only saves and loads the run; all recipes share the loop below.
     if files.resume or files.checkpoint:
         trainer = MixedPrecisionTrainer(
             model, optimizer, MixedPrecisionConfig("fp16"), scaler=scaler
@@ -163,8 +160,7 @@ def train(
         scaler.step(optimizer)  # changes nothing if a gradient is inf or NaN
         scaler.update()
 
-        # The figure needs these values. On a GPU, `item` and `get_scale` wait for the device, so a
-        # fast training loop should not call them.
+        # A fast training loop should not call `item` and `get_scale`, which wait for a GPU.
         losses.append(step_loss.item() / len(features))
         scales.append(scaler.get_scale())
         if step == 0:

@@ -5,8 +5,7 @@
 The data are 2-D points, clustered around eight centres on a ring. The generator turns noise into
 such points, and the discriminator learns to distinguish them from the data. Each network has its
 own loss and its own Adam. An iteration calls ``scaler.step`` for each optimizer and then
-``scaler.update`` once. If the gradients of one optimizer overflow, only the step of this optimizer
-is skipped, and the scale is halved once.
+``scaler.update`` once. If the gradients of one optimizer overflow, only its step is skipped.
 
 Matrix products are computed in fp16 by autocast; parameters are fp32. The scale starts too high and
 doubles often, so that steps are skipped. Expect samples around all eight centres, and expect each

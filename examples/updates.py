@@ -2,12 +2,12 @@
 
     python examples/updates.py                                # half a minute on two cores
 
-Trains the GPT of ``char_gpt.py`` twice by AdamW with a falling learning rate, once with float32
-master weights and once without. After the last backward pass, ``optimizer.inspect()`` reports for
-each layer the size of the coming update relative to the weights, and the fraction of elements that
-the update would leave unchanged. Expect updates of about a thousandth of the weights. Most of them
-are too small to change a bf16 parameter, but nearly all change the float32 master. Prints both
-tables, writes ``updates.png``, checks these claims, and returns 1 if one fails.
+Trains the GPT of ``char_gpt.py`` twice by AdamW, with and without float32 masters. After the last
+backward pass, ``optimizer.inspect()`` reports for each layer the size of the coming update relative
+to the weights, and the fraction of elements that it would leave unchanged. Expect updates of about
+a thousandth of the weights. Most of them are too small to change a bf16 parameter, but nearly all
+change the float32 master. Prints both tables, writes ``updates.png``, checks these claims, and
+returns 1 if one fails.
 """
 
 from __future__ import annotations

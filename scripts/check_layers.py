@@ -38,8 +38,8 @@ ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
     FOLDERS[name] for name in ("elements", "tensors", "libtorch", "python")
 )
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
-# Public headers in the layer of csrc/tensors. Other public headers that include torch's headers are
-# in the layer of csrc/libtorch, the rest in the layer of csrc/elements.
+# Public headers in the layer of csrc/tensors. Other public headers are in the layer of
+# csrc/libtorch if they include torch's headers, else in the layer of csrc/elements.
 OF_TENSORS = ("autocast.h", "options.h", "ops.h")
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')

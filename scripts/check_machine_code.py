@@ -8,18 +8,15 @@ table ``machine_code.txt`` next to this script lists the requirements of each ke
 is 1 if a kernel does not meet them.
 
 A loop is a strongly connected set of basic blocks; an innermost loop contains no other loop. The
-main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. A kernel
-must have at least as many main loops as the table says; if it has fewer, the compiler has narrowed
-the accesses of a main loop. In a main loop, each access to global memory must have 128 bits, except
-one load and one store of each 8-bit array (residuals of masters, quantized values, exponents).
-Accesses to local memory, which come from spilled registers, are not allowed. Every other innermost
-loop should handle single elements. If it has more accesses than a main loop, it was unrolled or
-should be a main loop.
+main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. If a kernel
+has fewer main loops than the table says, the compiler has narrowed the accesses of a loop. In a
+main loop, each access to global memory must have 128 bits, except one load and one store of each
+8-bit array (residuals, codes, exponents). Accesses to local memory (spilled registers) are not
+allowed. Every other innermost loop handles single elements, with no more accesses than a main loop.
 
-For the fast path of a step, the table also limits two counts of instructions per element in the
-main loop: of all instructions, and of those that run on the ALU. Blocks that ordinary values never
-reach do not count: the slow path of a division, and the repetition of a shuffle for the threads of
-a divergent warp.
+For the fast path of a step, the table also limits the instructions per element in the main loop: of
+all instructions, and of those on the ALU. Blocks that ordinary values never reach do not count: the
+slow path of a division, and the repetition of a shuffle for a divergent warp.
 """
 
 from __future__ import annotations
@@ -287,7 +284,7 @@ def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
     row = next((row for row in rows if row.has(name, kernel.architecture)), None)
     if row is None:
         return
-    # Another, longer main loop handles the elements that leave the fast path, so take the shortest.
+    # The longer main loops handle elements that leave the fast path.
     loops = [[each for each in loop if not each.is_rare] for loop in kernel.main_loops()]
     usual = min(loops, key=len, default=[])
     for count, most, what in (
@@ -333,8 +330,8 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a main loop uses local memory: {', '.join(local)}"
-    # In a fast-path kernel, the loop for elements that leave the fast path may have one more access
-    # than a main loop, because it may store the gradient.
+    # The loop for elements that leave the fast path may have one more access, to store the
+    # gradient.
     most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         if loop not in main and row.loops and accesses(loop) > most:

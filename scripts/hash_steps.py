@@ -6,11 +6,10 @@
     python scripts/hash_steps.py --write                    # after an intended change
     python scripts/hash_steps.py --write --only 'edges/*'   # only cases with such names
 
-A case combines an optimizer, dtypes and an option. Other cases are scalers and operations on
-gradients. The data are integers times a power of two, the same on every machine and with every
-PyTorch. All engines (CPU instruction sets, CUDA) give the same bits, so the file has one hash per
-case; all NaNs hash alike. Only sums of squares differ, because the CUDA kernels add in another
-order. Cases that depend on these sums have a second hash.
+A case combines an optimizer, dtypes and an option, or is about a scaler or an operation on
+gradients. The data are integers times a power of two, the same everywhere. All engines (CPU
+instruction sets, CUDA) give the same bits, so the file has one hash per case; all NaNs hash alike.
+Only cases with a sum of squares have a second hash, because CUDA adds in another order.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ TRANSPOSED = (8, 6)  # shape of a further tensor, which is transposed in memory
 LR = 2.0**-6
 INF, NAN = float("inf"), float("nan")
 
-# Environment variables of each engine. A process chooses its CPU engine only once, so each engine
-# runs in a process of its own.
+# Environment variables of each engine, which a process chooses only once.
 ENGINES = {
     "plain": {"AMP_EXT_CPU_ISA": "plain"},
     "avx2": {"AMP_EXT_CPU_ISA": "avx2"},
@@ -80,8 +78,7 @@ NO_MASTERS = {"master_weights": False}
 TO_NEAREST = NO_MASTERS | {"rounding": "nearest"}
 NARROW_STATES = {"state_dtype": torch.bfloat16}
 AS_TORCH = {"master_weights": False, "state_dtype": None}
-# Each entry has the dtype of parameters, the dtype of gradients, and options that set the dtypes of
-# masters and states.
+# Each entry has the dtypes of parameters and gradients, and options for masters and states.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "fp32": (F32, F32, {}),
     "fp32-grads-fp16": (F32, F16, {}),
@@ -211,7 +208,7 @@ def hash_of_steps(optimizer: str, dtypes: str, option: Option, device: str) -> s
     for step in range(STEPS):
         scale = scaler.scale(torch.ones((), device=device)).item()
         grads = tensors(2 + step, grad_dtype, 2.0**-3 * scale, device)
-        # Under a scaler, fewer steps have inf or NaN, because the scaler skips all of these steps.
+        # Fewer under a scaler, which skips all of these steps.
         if option.bad_elements and step % (11 if option.scaled else 3) == 1:
             set_bad_elements(grads, (INF, NAN))
         if option.scaled and step in (4, 17, 18, 40):

@@ -4,13 +4,13 @@
     python scripts/mutants.py --only 3,106
 
 Each fault in `mutants.json` has the path of a file; consecutive lines, without indentation, that
-occur in the file exactly once; a text in the last of these lines and the text that replaces it; and
-the test files that should detect the fault. Faults are numbered from 1 in the order of the list.
+occur in the file exactly once; a text in the last of these lines and its replacement; and the test
+files that should detect the fault. Faults are numbered from 1.
 
 Faults are put into copies of the code in build/mutants, which take minutes to build. All C++ faults
-are compiled into one binary, and the environment variable AMP_EXT_MUTANT selects one of them. If
-the old text ends with ";", the fault replaces a statement, otherwise an expression. The test files
-of a fault run first and, if they pass, all tests. A test that hangs counts as having detected it.
+are compiled into one binary, and AMP_EXT_MUTANT selects one of them. If the old text ends with ";",
+the fault replaces a statement, otherwise an expression. The test files of a fault run first and, if
+they pass, all tests. A test that hangs counts as having detected it.
 """
 
 from __future__ import annotations

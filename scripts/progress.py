@@ -2,9 +2,8 @@
 
     python scripts/progress.py build/build.log python setup.py build_ext --inplace
 
-Each printed line has the elapsed time and the last line of the output, or ninja's count as
-"0:30, compiled 4 of 6". If the command fails, prints the complete output. Returns the exit code of
-the command.
+Prints the elapsed time and the last line of the output, or ninja's count: "0:30, compiled 4 of 6".
+Prints the complete output if the command fails. Returns the exit code of the command.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ import amp_ext  # noqa: E402
 
 PROCESS = Path("/proc/self")
 INF = math.inf
-# Allowed growth of each resource (memory in bytes). The memory of a process always varies by some
-# pages, and caches may add a few objects.
+# Allowed growth of each resource (memory in bytes). Some pages and cached objects always vary.
 MOST_GROWTH = {"file handles": 0, "threads": 0, "memory": 2 * 2**20, "Python objects": 10}
 
 

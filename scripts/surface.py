@@ -3,9 +3,9 @@
     python scripts/surface.py --write    # writes scripts/surface.txt
     python scripts/surface.py --check    # prints removed and added lines
 
-The list has the functions, classes and methods of public modules with their signatures; the keys of
-state dicts for each optimizer and state format; the options of the command lines; and the exported
-C++ functions. ``--python`` leaves out the C++ functions, which depend on the compiler.
+Lists the functions, classes and methods of public modules with their signatures; the keys of state
+dicts for each optimizer and state format; the options of the command lines; and the exported C++
+functions, which depend on the compiler and which ``--python`` leaves out.
 """
 
 from __future__ import annotations

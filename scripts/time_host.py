@@ -6,16 +6,16 @@
     AMP_EXT_CPU_ISA=avx2 python scripts/time_host.py --rows kernel      # another instruction set
     python scripts/time_host.py --rows kernel --elements 2048,16777216  # faster cache, main memory
 
-Run `make build` first, because the build in place of this checkout is timed. The rows of the table
-are steps of AdamW, and of SGD with momentum, on tensors of 64 elements: plain, with
-`max_grad_norm`, and under our or torch's scaler (`scale`, `step` and `update`). Every step gets new
-gradients, which are not timed. In rows with "cold", a pass over 64 MB evicts code and data from the
-caches before each step. Other rows time CPU kernels on one tensor of `--elements` (the default of
-2^18 fits a cache), and the import of amp_ext when torch is already imported.
+Run `make build` first: the build in place of this checkout is timed. The rows are steps of AdamW,
+and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`, and under our or
+torch's scaler (`scale`, `step` and `update`). Every step gets new gradients, which are not timed.
+In rows with "cold", a pass over 64 MB empties the caches before each step. Other rows time CPU
+kernels on one tensor of `--elements` (by default 2^18, which fits a cache), and the import of
+amp_ext after torch.
 
-Each of the two commits runs in two processes. All four processes take turns in every row and are
-restarted many times. The least time of each process counts. The column "itself" is the larger ratio
-between two processes of the same commit. A smaller difference between the commits is noise.
+Each commit runs in two processes, which take turns and are restarted many times. The least time of
+each process counts. The column "itself" is the larger ratio between two processes of the same
+commit: a smaller difference between the commits is noise.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
 F16, BF16 = torch.float16, torch.bfloat16
 KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
-# Maps the name of a row that times a kernel to the dtype of parameter and gradient, the name of an
-# optimizer class or operation, and the options of the optimizer.
+# Maps a row that times a kernel to the dtype, an optimizer class or operation, and its options.
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "AdamW fp32": (torch.float32, "AdamW", {}),
     "AdamW fp64": (torch.float64, "AdamW", {}),
@@ -164,7 +163,7 @@ def serve() -> None:
             steps[row] = make_kernel(row) if is_kernel else make_step(row, swept)
             steps[row]()  # creates the optimizer states
         # Takes few steps at a time, because a busy machine interrupts long runs. One untimed step
-        # refills the caches, which other processes have used in between.
+        # refills the caches.
         warming = 0 if row.endswith("cold") else 1
         tensors = 1 if row.startswith("kernel: ") else int(row.split()[1])
         number = warming + max(2, warming * 40 // tensors)

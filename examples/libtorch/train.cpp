@@ -75,7 +75,6 @@ void load_weights(torch::nn::Module& model, const c10::IValue& weights) {
 }
 
 // Creates a network with fp16 parameters that maps `width` Fourier features to red, green and blue.
-// The optimizer keeps float32 master weights.
 torch::nn::Sequential make_model(int64_t width, const c10::IValue& weights, torch::Device device) {
   using torch::nn::Linear, torch::nn::ReLU;
   torch::nn::Sequential model(Linear(width, width), ReLU(), Linear(width, width), ReLU(),
@@ -147,7 +146,7 @@ struct Training {
     scaler.step(optimizer);  // changes nothing if a gradient is inf or NaN
     scaler.update();
 
-    // Training itself does not need these numbers, and each of the two reads waits for a GPU.
+    // Training does not need these numbers, and each of the two reads waits for a GPU.
     losses.push_back(step_loss.item<double>() / static_cast<double>(features.size(0)));
     scales.push_back(scaler.get_scale());
     if (scales.back() < scales[scales.size() - 2]) skipped.push_back(steps() - 1);
@@ -167,8 +166,8 @@ struct Training {
     return pixels.view_as(photo);
   }
 
-  // Writes a checkpoint with the layout of Python's MixedPrecisionTrainer.save, and with the
-  // `extra` entry of photo.py.
+  // Writes a checkpoint like Python's MixedPrecisionTrainer.save, with the `extra` entry of
+  // photo.py.
   void save(const std::string& path) const {
     Dict weights = new_dict({});
     for (const auto& param : model->named_parameters()) weights.insert(param.key(), param.value());
