@@ -83,14 +83,13 @@ def load_binary() -> Any:
             installed = _installed_elsewhere(package)
             if installed is not None:
                 return _BrokenBinary(
-                    f"amp_ext's sources at {package.parent} are imported, which are not built and "
-                    f"hide the amp_ext that is installed in {installed.parent}: start Python in "
-                    "another folder"
+                    f"amp_ext was imported from its sources in {package.parent}, where it is not "
+                    f"built, and not from {installed.parent}. Start Python in another folder."
                 )
             sources, python = map(shlex.quote, (str(package.parent), sys.executable))
             return _BrokenBinary(
-                f"amp_ext's sources at {package.parent} are imported, which are not built, and no "
-                "amp_ext is installed for this Python. Build it: "
+                f"amp_ext was imported from its sources in {package.parent}, where it is not "
+                "built, and is not installed for this Python. Build it: "
                 f"cd {sources} && {python} setup.py build_ext --inplace"
             )
         return _BrokenBinary(

@@ -122,8 +122,8 @@ def handle_nan_loss(
     for optimizer in optimizers:
         if isinstance(optimizer, torch.amp.GradScaler):
             raise TypeError(
-                "handle_nan_loss: optimizers must be those of the iteration, got "
-                f"{type(optimizer).__name__}: give it as scaler="
+                "handle_nan_loss: optimizers must be torch.optim.Optimizer objects, got "
+                f"{type(optimizer).__name__}. Pass the scaler as scaler=."
             )
     if isinstance(loss, Tensor):
         values = loss.detach()
@@ -162,7 +162,7 @@ def check_params(group: dict[str, Any], where: str) -> None:
             may differ in a resumed process.
     """
     if "params" not in group:
-        raise ValueError(f"{where % 'params'} must be there, got {list(group)}")
+        raise ValueError(f"{where % 'params'} must be present, got {list(group)}")
     params = group["params"]
     if isinstance(params, (Iterator, set, frozenset)):
         raise TypeError(f"{where % 'params'} must be a list, got {type(params).__name__}")

@@ -134,7 +134,7 @@ def local_grad(param: Any, name: str) -> Tensor | None:
     if grad is None or not is_dtensor(param):
         return grad
     if not is_dtensor(grad):
-        raise TypeError(f"{name}: its gradient must be a DTensor, got {type(grad).__name__}")
+        raise TypeError(f"{name} must have a DTensor as its gradient, got {type(grad).__name__}")
     if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
         param.grad = grad = grad.redistribute(param.device_mesh, param.placements)
     return local_tensor(grad)

@@ -362,8 +362,8 @@ def _copied_states(
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):
         raise ValueError(
-            f"{operation}: state must have entries of the parameters that param_groups "
-            f"lists, got {first_keys(others)}"
+            f"{operation}: state must have the keys in params of param_groups, got "
+            f"{first_keys(others)}"
         )
     return {**states, **copy.deepcopy(others)}
 

@@ -149,7 +149,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.track_grad_norms = track_grad_norms
         if isinstance(params, (set, frozenset)):
             raise TypeError(
-                f"{type(self).__name__}: params must be in a fixed order, as in a list, got a "
+                f"{type(self).__name__}: params must be ordered, such as a list, got "
                 f"{type(params).__name__}"
             )
         check_defaults(self.description, defaults, f"{type(self).__name__}: %s")

@@ -84,7 +84,7 @@ def check_group(description: Any, group: Options, where: str) -> None:
     """
     for option in description.options:
         if option.is_read and option.name not in group:
-            raise ValueError(f"{where % option.name} must be there, got {list(group)}")
+            raise ValueError(f"{where % option.name} must be present, got {list(group)}")
     _check_types(description, group, where)
     _check_values(description, group, where)
 
@@ -109,8 +109,8 @@ def _check_values(description: Any, options: Options, where: str) -> None:
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
     if options.get("differentiable"):
         raise RuntimeError(
-            f"{where % 'differentiable'} must be False, got True: a fused kernel is not "
-            "differentiable; torch.optim's optimizers are"
+            f"{where % 'differentiable'} must be False, got True. Use an optimizer of torch.optim "
+            "for differentiable steps."
         )
 
 

@@ -103,14 +103,14 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
     if spec.has_codes(registered):
         raise ValueError(
             f"{spec.optimizer}: state_dtype must be torch.float32, torch.bfloat16 or None "
-            "for parameters that FullyShardedDataParallel flattens, which can't save 8-bit "
-            f"moments, got {spec.state_dtype!r}; fully_shard can"
+            "for parameters that FullyShardedDataParallel flattens, got "
+            f"{spec.state_dtype!r}. Use fully_shard for 8-bit moments."
         )
     if spec.master_key(registered) not in ("", "master_param"):
         raise ValueError(
             f"{spec.optimizer}: master_weights must be True or False for parameters that "
-            "FullyShardedDataParallel flattens, which can't save split masters, got "
-            f"{spec.master_weights!r}; fully_shard can"
+            f"FullyShardedDataParallel flattens, got {spec.master_weights!r}. Use fully_shard for "
+            "split masters."
         )
 
 

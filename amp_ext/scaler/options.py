@@ -50,7 +50,7 @@ def device_type_of(device: Any, enabled: bool) -> Any:
     text = f"GradScaler: device must be a type of device such as 'cuda' or 'cpu', got {device!r}"
     if isinstance(device, str):
         raise ValueError(text)
-    raise TypeError(f"{text}; init_scale comes after it")
+    raise TypeError(f"{text}. Pass the scale as init_scale=.")
 
 
 def check_flag(name: str, value: Any) -> None:

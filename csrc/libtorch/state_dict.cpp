@@ -314,7 +314,7 @@ struct FusedOptimizer::Load {
     for (size_t i = 0; i < groups.size(); ++i) read_group(i);
     const Dict all_states = find(dict, "state")->toGenericDict();
     TORCH_CHECK(!registered.empty() || saved.empty(), operation,
-                ": state must have entries of the parameters that param_groups lists, got ",
+                ": state must have the keys in params of param_groups, got ",
                 shown_keys(all_states));
     for (const auto& entry : all_states) {
       if (registered.count(shown(entry.key())) != 0) continue;

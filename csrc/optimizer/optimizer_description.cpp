@@ -298,8 +298,7 @@ void check_group(const GroupOptions& options) {
     const bool keeps_maximum =
         count > 0 && description.buffers[count - 1].role == BufferRole::kMaximum;
     TORCH_CHECK_VALUE(!keeps_maximum, options.name_of(state_dtype),
-                      " must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum "
-                      "has no code, got ",
+                      " must be torch.float32, torch.bfloat16 or None with amsgrad, got ",
                       options.shown(state_dtype, {}));
   } else if (form != nullptr && !options.state_dtype().has_value()) {
     // Kernels with a split master weight support moments in float32 and bfloat16 only.
@@ -322,8 +321,7 @@ ClippingOptions clipping_options(const std::string& optimizer,
     for (const GroupOptions* const group : groups) {
       shown += (shown.empty() ? "" : ", ") + group->shown(group->description().option(name), {});
     }
-    TORCH_CHECK_VALUE(false, optimizer, ": ", name,
-                      " must be the same in all groups, whose norm is taken together, got [", shown,
+    TORCH_CHECK_VALUE(false, optimizer, ": ", name, " must be the same in all groups, got [", shown,
                       "]");
   };
   const auto max_grad_norm = [](const GroupOptions& group) { return group.max_grad_norm(); };

@@ -61,12 +61,12 @@ void check_flags(const Loader& loader, const SavedGroup& group, size_t index) {
     const char* why = "";
     if (name == "differentiable") {
       why =
-          ": a fused kernel is not differentiable; set it to False in the state dict to go on "
-          "without gradients through the steps";
+          ". Set it to False in the state dict, or use an optimizer of torch.optim for "
+          "differentiable steps";
     } else if (name == "fixed_decay") {
       why = ": the weight decay of a step is multiplied by lr";
     } else if (name == "weight_decouple") {
-      why = ", which is not decoupled_weight_decay of the optimizer";
+      why = ". Set decoupled_weight_decay of the optimizer to the value in the file";
     }
     TORCH_CHECK_VALUE(flag.is_set == is_wanted, loader.operation, ": ", name, " of param_groups[",
                       index, is_wanted ? "] must be True, got " : "] must be False, got ",
@@ -90,16 +90,16 @@ void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& gro
     const bool users_may_add_here = may_have_entries_of_users(groups[i]);
     users_may_add &= users_may_add_here;
     const Keys unknown = unknown_among(groups[i].keys, loader, users_may_add_here);
-    TORCH_CHECK_VALUE(unknown.empty(), where, " must have no options that ", loader.name,
-                      " does not have, got ", python_list(unknown),
-                      ". If they don't change what a step does, delete them from the file, or give "
-                      "the optimizer's groups entries of these names");
+    TORCH_CHECK_VALUE(unknown.empty(), where, " must have only options of ", loader.name, ", got ",
+                      python_list(unknown),
+                      ". Delete them from the file if they don't change a step, or add the same "
+                      "keys to the optimizer's groups");
     check_flags(loader, groups[i], i);
   }
   const Keys unknown = unknown_among(state_keys, loader, users_may_add);
-  TORCH_CHECK_VALUE(unknown.empty(), loader.operation, ": state must have no entries that ",
-                    loader.name, " does not keep, got ", python_list(unknown),
-                    ". If they don't change what a step does, delete them from the file");
+  TORCH_CHECK_VALUE(unknown.empty(), loader.operation, ": state must have only entries of ",
+                    loader.name, ", got ", python_list(unknown),
+                    ". Delete them from the file if they don't change a step");
 }
 
 void check_lengths(const std::vector<size_t>& own, const std::vector<size_t>& saved) {

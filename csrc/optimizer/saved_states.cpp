@@ -30,7 +30,7 @@ void check_numbers(const SavedValue& value, const at::Tensor& param, const std::
   TORCH_CHECK_VALUE(tensor.sizes().equals(param.sizes()), where, " must have shape ",
                     python_name(param.sizes()), ", got ", python_name(tensor.sizes()));
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_floating_point(), where,
-                    " must be dense and floating, got ", python_name(tensor.layout()), ", ",
+                    " must be dense and floating-point, got ", python_name(tensor.layout()), ", ",
                     python_name(tensor.scalar_type()));
 }
 
@@ -54,9 +54,9 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
     }
     TORCH_CHECK_VALUE(
         !value->tensor.defined() || value->tensor.scalar_type() != at::kShort, where(key),
-        " must be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
-        "writes with store_param_remainders=True; without 'master_param' in the states, masters "
-        "are taken from the parameters");
+        " must be floating-point, got torch.int16, as TransformerEngine's FusedAdam writes with "
+        "store_param_remainders=True. Delete 'master_param' from the states, so that masters are "
+        "made from the parameters");
     check_numbers(*value, param.unsharded, where(key));
   }
 }
@@ -77,7 +77,7 @@ void check_moments(const StateSpec& spec, const ParamRef& param, const SavedStat
     for (const MomentFormat& format : codes_of(saved, name)) {
       for (const std::string& key : format.keys()) {
         const SavedValue* const value = saved.find(key);
-        TORCH_CHECK_VALUE(value != nullptr, where(key), " must be there, got ", saved.keys);
+        TORCH_CHECK_VALUE(value != nullptr, where(key), " must be present, got ", saved.keys);
         check_code(tensor_in(*value, where(key)), format, key, param.unsharded, where(key));
       }
     }
@@ -151,7 +151,7 @@ void check_saved_state(const StateSpec& spec, const ParamRef& param, const Saved
     return c10::str(operation, ": ", key, " of ", param.place());
   };
   for (const std::string& key : spec.missing_from(present_in(saved))) {
-    TORCH_CHECK_VALUE(false, where(key), " must be there, got ", saved.keys);
+    TORCH_CHECK_VALUE(false, where(key), " must be present, got ", saved.keys);
   }
   check_masters(param, saved, where);
   check_moments(spec, param, saved, where);

@@ -38,7 +38,7 @@ void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, cons
       return buffer.role == BufferRole::kMaximum && key == buffer.name;
     };
     TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_maximum),
-                      spec.optimizer, ": ", key, " of ", param.place(), " must be there, got ",
+                      spec.optimizer, ": ", key, " of ", param.place(), " must be present, got ",
                       python_list(keys));
   }
 }

@@ -15,15 +15,15 @@ GradsByDevice grads_by_device(const TensorList& params, TensorList grads, bool a
   for (size_t i = 0; i < grads.size(); ++i) {
     at::Tensor& grad = grads[i];
     if (!grad.defined()) continue;
-    TORCH_CHECK(!grad.is_complex(), "GradScaler: the gradient of ",
-                name_of(static_cast<int64_t>(i)),
-                " must be real, got a complex one: keep its parameter out of the optimizers that "
-                "the scaler steps");
+    TORCH_CHECK(
+        !grad.is_complex(), "GradScaler: the gradient of ", name_of(static_cast<int64_t>(i)),
+        " must be real, got a complex one. Step its parameter with an optimizer of its own, "
+        "without the scaler.");
     const bool is_half = grad.scalar_type() == at::kHalf;
     TORCH_CHECK_VALUE(!is_half || allow_fp16,
-                      "Attempting to unscale FP16 gradients. They would vanish in float16: call "
-                      "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which "
-                      "unscales them in float32 inside its step; to clip them, construct it with "
+                      "Attempting to unscale FP16 gradients. They would vanish in float16. Call "
+                      "scaler.step() without unscale_(), with an optimizer of amp_ext.optim, which "
+                      "unscales in float32 inside its step. To clip, construct it with "
                       "max_grad_norm=.");
     if (grad.is_sparse() && is_half) params[i].mutable_grad() = grad = grad.coalesce();
     if (grad.is_sparse()) grad = grad._values();

@@ -68,7 +68,8 @@ std::string wanted_of_scaler(const std::string& name, double value) {
                       (!range.is_int || value == std::floor(value));
     return fits ? "" : range.words;
   }
-  TORCH_CHECK(false, "wanted_of_scaler: name must be that of a number of a scaler, got ", name);
+  TORCH_CHECK(false, "wanted_of_scaler: name must be an option or an entry of a scaler, got ",
+              name);
 }
 
 }  // namespace amp_ext

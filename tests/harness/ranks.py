@@ -874,7 +874,7 @@ def parameters_in_no_known_layout_are_refused(rank: int) -> None:
     where = "param of group 0, param 0"
     for param, kind, message in (
         (Parameter(partial), ValueError, f"{where} must be sharded or replicated, got ("),
-        (whole_grad, TypeError, f"{where}: its gradient must be a DTensor, got Tensor"),
+        (whole_grad, TypeError, f"{where} must have a DTensor as its gradient, got Tensor"),
     ):
         with pytest.raises(kind, match=re.escape(f"AdamW: {message}")):
             ours("AdamW")([param]).step()

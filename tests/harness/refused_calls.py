@@ -157,7 +157,7 @@ BAD_FILES: dict[str, Change] = {
     f"param_groups[1] must have ['params'], got {OPTIONS}": lacking("param_groups", 1, "params"),
     "param_groups[1]['params'] must be a list, got int": in_group(params=3),
     "state[0] must be a dict, got float": lambda saved: saved["state"].update({0: 0.5}),
-    "state must have entries of the parameters that param_groups lists, got ['step', 'all']": (
+    "state must have the keys in params of param_groups, got ['step', 'all']": (
         lambda saved: saved | {"state": {"step": 3, "all": [torch.ones(2)]}}
     ),
     f"param_groups[1] must have ['betas', 'eps'], got {[OPTIONS[0], *OPTIONS[3:], 'params']}": (
@@ -165,9 +165,10 @@ BAD_FILES: dict[str, Change] = {
     ),
     "bias_correction of param_groups[1] must be True, got False": in_group(bias_correction=False),
     "correct_bias of param_groups[1] must be True, got False": in_group(correct_bias=False),
-    "differentiable of param_groups[1] must be False, got True: a fused kernel is not "
-    "differentiable; set it to False in the state dict to go on without gradients through the "
-    "steps": in_group(differentiable=True),
+    "differentiable of param_groups[1] must be False, got True. Set it to False in "
+    "the state dict, or use an optimizer of torch.optim for differentiable steps": in_group(
+        differentiable=True
+    ),
     "eps of param_groups[1] must be a number, got nan": in_group(eps=NAN),
     f"lr {A_NUMBER} nan": in_group(lr=NAN),
     "state must have no entries that AdamW does not keep, got ['momentum_buffer']. "
@@ -176,9 +177,9 @@ BAD_FILES: dict[str, Change] = {
 # Files of other libraries: which class refuses them, and the text. Keys and options are those that
 # the packages write.
 MOMENT = torch.full((2,), 0.25)
-NO_OPTIONS = "param_groups[0] must have no options that"
-NO_ENTRIES = "state must have no entries that"
-OR_KEEP = f"{IF_HARMLESS}, or give the optimizer's groups entries of these names"
+ONLY_OPTIONS = "param_groups[0] must have only options of"
+ONLY_ENTRIES = "state must have only entries of"
+OR_KEEP = f"{IF_HARMLESS}, or add the same keys to the optimizer's groups"
 AN_SGD: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "foreach": None}
 AN_ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 A_LION: dict[str, Any] = {"betas": (0.9, 0.99)}
@@ -192,8 +193,8 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (  # pytorch_optimizer 4.1.0 Lion
         "Lion",
-        "weight_decouple of param_groups[0] must be True, got False, which is not "
-        "decoupled_weight_decay of the optimizer",
+        "weight_decouple of param_groups[0] must be True, got False. Set "
+        "decoupled_weight_decay of the optimizer to the value in the file",
         of_another(**A_LION, weight_decouple=False, fixed_decay=False, foreach=None, step=2),
         {},
     ),
@@ -206,52 +207,52 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (
         "Lion",
-        "weight_decouple of param_groups[0] must be False, got True, which is not "
-        "decoupled_weight_decay of the optimizer",
+        "weight_decouple of param_groups[0] must be False, got True. Set "
+        "decoupled_weight_decay of the optimizer to the value in the file",
         of_another(**A_LION, weight_decouple=True, fixed_decay=False),
         {"decoupled_weight_decay": False},
     ),
     (  # pytorch_optimizer 4.1.0 FOCUS
         "Lion",
-        f"{NO_OPTIONS} Lion does not have, got ['gamma']. {OR_KEEP}",
+        f"{ONLY_OPTIONS} Lion, got ['gamma']. {OR_KEEP}",
         of_another(**A_LION, gamma=0.1, state={"exp_avg": MOMENT, "pbar": MOMENT}),
         {},
     ),
     (  # its moments alone
         "Lion",
-        f"{NO_ENTRIES} Lion does not keep, got ['pbar']. {IF_HARMLESS}",
+        f"{ONLY_ENTRIES} Lion, got ['pbar']. {IF_HARMLESS}",
         of_another(**A_LION, state={"exp_avg": MOMENT, "pbar": MOMENT}),
         {},
     ),
     (  # timm 1.0.31 Lion
         "Lion",
-        f"{NO_OPTIONS} Lion does not have, got ['caution', 'corrected_weight_decay', "
+        f"{ONLY_OPTIONS} Lion, got ['caution', 'corrected_weight_decay', "
         f"'max_lr_snapshot']. {OR_KEEP}",
         of_another(**A_LION, caution=True, corrected_weight_decay=False, max_lr_snapshot=0.1),
         {},
     ),
     (  # pytorch_optimizer 4.1.0 SGDW
         "SGD",
-        "weight_decouple of param_groups[0] must be False, got True, which is not "
-        "decoupled_weight_decay of the optimizer",
+        "weight_decouple of param_groups[0] must be False, got True. Set "
+        "decoupled_weight_decay of the optimizer to the value in the file",
         of_another(**AN_SGD, weight_decouple=True, step=2, state={"momentum_buffer": MOMENT}),
         {},
     ),
     (  # pytorch_optimizer 4.1.0 SGDP
         "SGD",
-        f"{NO_OPTIONS} SGD does not have, got ['delta', 'wd_ratio', 'eps']. {OR_KEEP}",
+        f"{ONLY_OPTIONS} SGD, got ['delta', 'wd_ratio', 'eps']. {OR_KEEP}",
         of_another(**AN_SGD, delta=0.1, wd_ratio=0.1, eps=1e-8, state={"momentum": MOMENT}),
         {},
     ),
     (  # pytorch_optimizer 4.1.0 PID
         "SGD",
-        f"{NO_OPTIONS} SGD does not have, got ['derivative', 'integral']. {OR_KEEP}",
+        f"{ONLY_OPTIONS} SGD, got ['derivative', 'integral']. {OR_KEEP}",
         of_another(**AN_SGD, derivative=10.0, integral=5.0, state={"i_buffer": MOMENT}),
         {},
     ),
     (  # Adam's moments in SGD's groups
         "SGD",
-        f"{NO_ENTRIES} SGD does not keep, got ['exp_avg', 'exp_avg_sq']. {IF_HARMLESS}",
+        f"{ONLY_ENTRIES} SGD, got ['exp_avg', 'exp_avg_sq']. {IF_HARMLESS}",
         of_another(**AN_SGD, fused=None, state={"exp_avg": MOMENT, "exp_avg_sq": MOMENT}),
         {},
     ),
@@ -279,35 +280,37 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (  # timm 1.0.31 Lamb
         "AdamW",
-        f"{NO_OPTIONS} AdamW does not have, got ['grad_averaging', 'trust_clip']. {OR_KEEP}",
+        f"{ONLY_OPTIONS} AdamW, got ['grad_averaging', 'trust_clip']. {OR_KEEP}",
         of_another(**AN_ADAM, bias_correction=True, grad_averaging=True, trust_clip=False, step=2),
         {},
     ),
 ]
 # Likewise, of a state: the key, and what must be.
 BAD_STATES: dict[str, Change] = {
-    "exp_avg be there, got ['step', 'exp_avg_sq']": lacking("state", 0, "exp_avg"),
-    "exp_avg be there, got ['step', 'exp_avg', 'exp_avg_sq']": in_state(exp_avg=None),
+    "exp_avg be present, got ['step', 'exp_avg_sq']": lacking("state", 0, "exp_avg"),
+    "exp_avg be present, got ['step', 'exp_avg', 'exp_avg_sq']": in_state(exp_avg=None),
     "exp_avg be a tensor, got list": in_state(exp_avg=[0.5, 0.5]),
     "exp_avg have shape (2,), got (1, 2)": in_state(exp_avg=torch.ones(1, 2)),
-    "exp_avg be dense and floating, got torch.strided, torch.int8": in_state(exp_avg=IN_CHARS),
+    "exp_avg be dense and floating-point, got torch.strided, torch.int8": in_state(
+        exp_avg=IN_CHARS
+    ),
     f"exp_avg_q8h {INT8} torch.uint8 of (2,)": coded("exp_avg", q8h=IN_BYTES),
     f"exp_avg_q8h {INT8} torch.int8 of (1, 2)": coded("exp_avg", q8h=IN_CHARS[None]),
     "exp_avg_q8h be a tensor, got list": coded("exp_avg", q8h=[1, 2]),
-    "exp_avg be there, got ['step', 'exp_avg_sq', 'exp_avg_q8h']": coded("exp_avg", q8h=None),
-    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_q8s']": coded(
+    "exp_avg be present, got ['step', 'exp_avg_sq', 'exp_avg_q8h']": coded("exp_avg", q8h=None),
+    "exp_avg_sq be present, got ['step', 'exp_avg', 'exp_avg_sq_q8s']": coded(
         "exp_avg_sq", q8s=IN_BYTES
     ),
-    "exp_avg_sq be there, got ['step', 'exp_avg', 'exp_avg_sq_exp']": coded(
+    "exp_avg_sq be present, got ['step', 'exp_avg', 'exp_avg_sq_exp']": coded(
         "exp_avg_sq", exp=IN_BYTES
     ),
     f"exp_avg_sq_q8s {UINT8} torch.int8 of (2,)": coded("exp_avg_sq", q8s=IN_CHARS, exp=IN_BYTES),
     "exp_avg_sq_exp be torch.uint8 of shape (2, 0), got torch.uint8 of (2,)": (
         coded("exp_avg_sq", q8s=IN_BYTES, exp=IN_BYTES)
     ),
-    "master_param be floating, got the lower halves of masters, as TransformerEngine's FusedAdam "
-    "writes with store_param_remainders=True; without 'master_param' in the states, masters are "
-    "taken from the parameters": in_state(master_param=IN_SHORTS),
+    "master_param be floating-point, got torch.int16, as TransformerEngine's FusedAdam writes with "
+    "store_param_remainders=True. Delete 'master_param' from the states, so that masters are made "
+    "from the parameters": in_state(master_param=IN_SHORTS),
     f"master_low_bf16 {PAIRS} torch.uint8 of (2,)": in_state(master_low_bf16=IN_BYTES),
     f"master_low_fp16 {PAIRS} torch.int8 of (2, 2)": in_state(master_low_fp16=IN_PAIRS),
     f"master_low8_bf16 {INT8} torch.int16 of (2,)": in_state(master_low8_bf16=IN_SHORTS),
@@ -316,7 +319,7 @@ BAD_STATES: dict[str, Change] = {
     "master_low8_bf16 be a tensor, got float": in_state(
         master_low8_bf16=0.5, exp_avg=torch.ones(3)
     ),
-    "step be there, got ['exp_avg', 'exp_avg_sq']": lacking("state", 0, "step"),
+    "step be present, got ['exp_avg', 'exp_avg_sq']": lacking("state", 0, "step"),
     "step be one number, got shape (2,)": in_state(step=torch.ones(2)),
     "step be finite and at least 0, got nan": in_state(step=NAN),
     "step be finite and at least 0, got -2.0": in_state(step=torch.tensor(-2.0)),
@@ -423,8 +426,8 @@ RUNTIME_ERRORS: list[Row] = [
     ("step() has already been called since the last update().", scaler("scale", "step", "step")),
     *(
         (
-            "GradScaler: the gradient of group 0, param 0 must be real, got a complex one: keep "
-            "its parameter out of the optimizers that the scaler steps",
+            "GradScaler: the gradient of group 0, param 0 must be real, got a complex one. "
+            "Step its parameter with an optimizer of its own, without the scaler.",
             scaler("scale", call) | {"optimizer": kind, "dtype": "complex64"},
         )
         for kind, call in (
@@ -544,9 +547,9 @@ VALUE_ERRORS: list[Row] = [
         for value in (-1.0, NAN, INF, torch.tensor(-1.0))
     ),
     (
-        "Attempting to unscale FP16 gradients. They would vanish in float16: call "
-        "scaler.step(optimizer) alone, with an optimizer of amp_ext.optim, which unscales them in "
-        "float32 inside its step; to clip them, construct it with max_grad_norm=.",
+        "Attempting to unscale FP16 gradients. They would vanish in float16. Call "
+        "scaler.step() without unscale_(), with an optimizer of amp_ext.optim, which unscales in "
+        "float32 inside its step. To clip, construct it with max_grad_norm=.",
         scaler("scale", "unscale_") | {"dtype": "float16"},
     ),
     # Options of an optimizer.
@@ -605,8 +608,7 @@ VALUE_ERRORS: list[Row] = [
     ),
     *(
         (
-            f"AdamW: {option} must be the same in all groups, whose norm is taken together, got "
-            f"[{one}, {other}]",
+            f"AdamW: {option} must be the same in all groups, got [{one}, {other}]",
             groups({"params": [0]}, {"params": [1], option: other}, **{option: one}),
         )
         for option, one, other in (

@@ -316,7 +316,7 @@ def test_gradients_of_another_dtype_than_a_16_bit_parameter_are_named(operation,
 )
 def test_a_dither_of_codes_asks_for_the_number_of_the_step(operation, slow):
     lists, _ = coded_lists(operation, "q8m")
-    words = r"steps\[0\] must be there to dither, got None"
+    words = r"steps\[0\] must be given to dither, got None"
     assert_step_refused(operation, lists, words, dither=True, **slow)
 
 
@@ -387,7 +387,7 @@ WRONG_CALLS = [
         momentum_buffers=[ONES.half()],
         momentum=0.9,
     ),
-    sgd("steps[0] must be there to dither, got None", BF16S, dither=True),
+    sgd("steps[0] must be given to dither, got None", BF16S, dither=True),
     sgd("must have 1 elements, as params, got 2", BF16S, global_offsets=[0, 1], **DITHERED),
     sgd("global_offsets[0] must be at least 0, got -1", BF16S, global_offsets=[-1], **DITHERED),
     sgd(

@@ -304,13 +304,13 @@ def test_an_option_of_torchs_that_a_group_has_lost_is_named(name, steps, use):
     assert {"rounding", "master_weights"} <= own
     for option in sorted(of_torch):
         del group[option]
-        words = rf"^{name}: {option} of group 1 must be there, got \['params', "
+        words = rf"^{name}: {option} of group 1 must be present, got \['params', "
         with pytest.raises(ValueError, match=words):
             use(optimizer)
         group[option] = whole[option]
     if use is not under_torchs_scaler:  # which reads them itself before
         del group["params"]
-        words = rf"^{name}.*: params of group 1 must be there, got \["
+        words = rf"^{name}.*: params of group 1 must be present, got \["
         with pytest.raises(ValueError, match=words):
             use(optimizer)
         group["params"] = whole["params"]

@@ -103,8 +103,6 @@ def test_parameters_that_can_not_be_read_again_are_refused(container, reader, st
 @cases.each_name
 def test_a_constructor_refuses_a_set(name, container):
     """torch takes it; from 2.15 on it warns."""
-    message = (
-        rf"^{name}: params must be in a fixed order, as in a list, got a {container.__name__}$"
-    )
+    message = rf"^{name}: params must be ordered, such as a list, got {container.__name__}$"
     with pytest.raises(TypeError, match=message):
         ours(name)(container(make_params(F32)))

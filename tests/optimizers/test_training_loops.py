@@ -211,7 +211,9 @@ def test_what_is_left_of_a_state_is_refused(erases, name, state_dtype) -> None:
         if erases:
             del state[key]
     before = [param.detach().clone() for param in params]
-    with pytest.raises(ValueError, match=rf"AdamW: {name} of group 0, param 1 must be there, got"):
+    with pytest.raises(
+        ValueError, match=rf"AdamW: {name} of group 0, param 1 must be present, got"
+    ):
         optimizer.step()
     assert all(map(same_bits, params, before))
     assert optimizer.state[params[0]]["step"].item() == 1.0

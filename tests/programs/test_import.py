@@ -88,8 +88,8 @@ def test_sources_that_hide_an_installed_package_are_named(copy, run_module):
     (copy.parent / "setup.py").touch()
     installed = Path(amp_ext.__file__).parents[1]
     assert explanation(copy, run_module) == (
-        f"amp_ext's sources at {copy.parent} are imported, which are not built and hide the "
-        f"amp_ext that is installed in {installed}: start Python in another folder"
+        f"amp_ext was imported from its sources in {copy.parent}, where it is not built, and not "
+        f"from {installed}. Start Python in another folder."
     )
 
 
@@ -105,8 +105,8 @@ def test_sources_that_hide_nothing_say_how_to_build_them(copy, monkeypatch):
     with pytest.raises(ImportError) as caught:
         binary.load_binary().cpu_isa()
     assert str(caught.value) == (
-        f"amp_ext's sources at {copy.parent} are imported, which are not built, and no amp_ext is "
-        f"installed for this Python. Build it: cd {copy.parent} && {sys.executable} setup.py "
+        f"amp_ext was imported from its sources in {copy.parent}, where it is not built, and is "
+        f"not installed for this Python. Build it: cd {copy.parent} && {sys.executable} setup.py "
         "build_ext --inplace"
     )
 

@@ -249,8 +249,8 @@ def test_a_loss_of_another_kind_is_refused_and_nothing_is_changed(loss):
 @pytest.mark.parametrize("loss", [1.0, NAN])
 def test_a_scaler_in_the_place_of_an_optimizer_is_refused_and_nothing_is_changed(loss):
     optimizer = filled(1.0)
-    text = "^handle_nan_loss: optimizers must be those of the iteration, got GradScaler: give it as"
-    with pytest.raises(TypeError, match=f"{text} scaler=$"):
+    text = "^handle_nan_loss: optimizers must be torch.optim.Optimizer objects, got GradScaler. "
+    with pytest.raises(TypeError, match=f"{text}Pass the scaler as scaler=.$"):
         amp_ext.handle_nan_loss(loss, optimizer, ready())
     assert cases.grads_of(optimizer)
 

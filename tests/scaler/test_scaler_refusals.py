@@ -27,7 +27,7 @@ def no_number(name: str, value: Any) -> str:
 CONSTRUCTORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"device": name}, ValueError, f"{DEVICE} {name!r}") for name in ("1024", "gpu")),
     *(
-        ({"device": value}, TypeError, f"{DEVICE} {value!r}; init_scale comes after it")
+        ({"device": value}, TypeError, f"{DEVICE} {value!r}. Pass the scale as init_scale=.")
         for value in (2.0**10, True, None)
     ),
     ({"enabled": "no"}, TypeError, "enabled must be a bool, got 'no'"),

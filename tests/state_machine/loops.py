@@ -448,7 +448,7 @@ class Loops(RuleBasedStateMachine):
         text = str(error_of(sides.handle.step))
         group[name] = value
         self.differs("an option of torch that is missing in a group")
-        assert f"{name} of group {index} must be there" in text, f"without {name}: {text}"
+        assert f"{name} of group {index} must be present" in text, f"without {name}: {text}"
         for (_, pair), param in zip(sides, before, strict=True):
             assert_exact(pair.mine, param, "a parameter after a step that was refused")
         self.did("lost_option")
