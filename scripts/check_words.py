@@ -25,6 +25,8 @@ OPENING = re.compile(
     re.IGNORECASE,
 )
 CXX_COMMENT = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'])*?)//+(.*)""")
+CXX_ERROR = re.compile(r"(?:TORCH_CHECK\w*|throw py::\w+)\((.*?)\);$", re.DOTALL | re.MULTILINE)
+STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 FILES = ["*.py", "*.cpp", "*.h", "*.cu", "*.cuh", ":!tests", ":!docs"]
 Lines = Iterator[tuple[int, str, str]]
 
@@ -38,7 +40,7 @@ class Text(NamedTuple):
         """Returns the line of code that the text belongs to, without a comment."""
         file, line = self.place.split(":")
         lines = Path(file).read_text().splitlines()[int(line) - 1 :]
-        marks = ("#", "//") if not self.is_docstring else ('"""',)
+        marks = ("#", "//", "template") if not self.is_docstring else ('"""',)
         code = next((each for each in lines if not each.strip().startswith(marks)), "")
         return re.split(r"  ?(?:#|//+) ", code)[0].strip()
 
@@ -81,24 +83,53 @@ def docstrings(path: Path) -> Iterator[Text]:
             yield Text(f"{path}:{line}", True, ast.get_docstring(node) or "")
 
 
+def python_errors(path: Path) -> Iterator[str]:
+    """Yields the message of each ``raise``, with "…" in place of inserted values."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = node.exc.args[0]
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in parts)
+
+
+def cxx_errors(path: Path) -> Iterator[str]:
+    """Yields the message of each check, with "…" in place of inserted values."""
+    for call in CXX_ERROR.findall(re.sub(r"(?m)^ *//.*", "", path.read_text())):
+        _, *pieces = STRING.split(call)  # strings, each followed by the code after it
+        text = "".join(
+            "…" * bool(piece.strip(", \n")) if index % 2 else piece
+            for index, piece in enumerate(pieces)
+        )
+        yield f"…{text}" if text[:1] in (" ", ":", ".") else text
+
+
+def source_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", *FILES], capture_output=True, text=True, check=True)
+    return [Path(line) for line in listed.stdout.split()]
+
+
 def all_texts() -> list[Text]:
     """Returns all comments and docstrings outside tests and docs with more than 20 characters."""
-    listed = subprocess.run(["git", "ls-files", *FILES], capture_output=True, text=True, check=True)
-    paths = [Path(line) for line in listed.stdout.split()]
+    paths = source_files()
     found = [text for path in paths for text in comments(path)]
     found += [text for path in paths if path.suffix == ".py" for text in docstrings(path)]
     return [text for text in found if len(text.text) > 20]
 
 
 def print_sample(texts: list[Text], seed: int) -> None:
-    """Prints 10 comments, 5 docstrings, 5 errors of docs/errors.md and the name of a page."""
+    """Prints 10 comments, 5 docstrings, 5 errors and the name of a page."""
     draw = random.Random(seed)
     chosen = draw.sample([text for text in texts if not text.is_docstring], 10)
     chosen += draw.sample([text for text in texts if text.is_docstring], 5)
     for text in chosen:
         print(f"--- {text.place}\n{text.code()}\n    {text.text}")
-    cells = re.findall(r"^\| (`.+?`) \|", Path("docs/errors.md").read_text(), re.MULTILINE)
-    errors = [error for cell in cells for error in re.findall("`(.+?)`", cell)]
+    product = [path for path in source_files() if path.parts[0] in ("amp_ext", "csrc")]
+    errors = [
+        error
+        for path in product
+        for error in (python_errors if path.suffix == ".py" else cxx_errors)(path)
+        if len(error) > 20
+    ]
     print("--- errors", *draw.sample(errors, 5), sep="\n")
     print("--- page", draw.choice(sorted(Path("docs").glob("*.md"))), sep="\n")
 
