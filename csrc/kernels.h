@@ -109,8 +109,8 @@ struct Combinations {};
 template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
-// Combinations of 16-bit parameters with every kind of master and gradient dtype, and buffers
-// stored as `Buffers`: with split masters in `Parts`, others in `Whole`.
+// Combinations of 16-bit parameters with every kind of master and gradient dtype, and with buffers
+// stored as `Buffers`. `Parts` has those with split masters, `Whole` the others.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;

@@ -19,7 +19,7 @@ constexpr int64_t kChunkSize = 512;
 // Prefetch distance in elements. Hardware prefetchers stop at the end of a page.
 template <typename T>
 constexpr int64_t kAhead = 2048 / sizeof(T);
-// Additional distance of each array, so that not all arrays enter a new page at once.
+// Additional prefetch distance of each array, so that not all arrays enter a new page at once.
 template <typename T>
 constexpr int64_t kApart = 512 / sizeof(T);
 // Elements per prefetch: one cache line of each array, which holds twice as many 16-bit elements as
@@ -407,8 +407,7 @@ bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   return any(bit_cast<Vector<T>>(largest) == kExponentMask<Storage>);
 }
 
-// Returns how many of up to kTileSize elements are inf or NaN: 16 bits suffice for the count of a
-// lane.
+// Returns how many elements are inf or NaN. `count` is at most kTileSize, so a lane needs 16 bits.
 template <typename Storage>
 int64_t number_of_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
@@ -527,8 +526,7 @@ inline int64_t scan(const TileMap& tiles, double* sums, bool skip_nonfinite, int
       if (sums != nullptr) {
         const double sum = sum_of_squares(grad, count, rest);
         sums[tile.index_of_tile] = sum;
-        // A finite sum proves that there is no inf or NaN. An infinite sum may be an overflow in
-        // float64.
+        // A finite sum proves that there is no inf or NaN. An infinite sum may also be an overflow.
         if (is_finite(sum)) return;
       }
       if (!any_nonfinite(grad, count, rest)) return;

@@ -14,8 +14,8 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Copies a tensor's last elements, which do not fill a vector, padded with zeros. Not inlined,
-// because every kernel rarely runs one for each array.
+// Copies a tensor's last elements, which do not fill a vector, padded with zeros. Not inlined:
+// every kernel has one for each array, and rarely runs it.
 template <typename Storage>
 struct PaddedCopy {
   alignas(64) Storage elements[kLanes<float>];

@@ -1,8 +1,8 @@
 // Vectors as wide as the registers of the instruction set that this file is compiled for
 // (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and functions for what the compiler's operators cannot do.
 //
-// Include it before the functors, which would not find functions declared later, because vectors
-// have no namespace. All intrinsics are in this file, for x86-64 and 64-bit Arm; on other
+// Include it before the functors: vectors have no namespace, so a functor finds only functions that
+// were declared before it. All intrinsics are in this file, for x86-64 and 64-bit Arm. On other
 // processors plain code computes the same bits.
 #pragma once
 

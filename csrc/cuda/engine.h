@@ -46,8 +46,8 @@ int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInpu
 int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream);
 
-// Adds to wrong[3] how many roots, reciprocals and quotients of the fast path are not rounded to
-// nearest. Tries every `stride`-th of 2^24, 2^23 and 10^8 of them.
+// Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are not
+// rounded to nearest. Tries every `stride`-th of 2^24 roots, 2^23 reciprocals and 10^8 quotients.
 int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
 
 // Launches one kernel for each pair of number formats, or several. The last kernel advances the

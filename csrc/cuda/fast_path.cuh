@@ -238,15 +238,14 @@ struct FastPack<Blockwise<RootCode>, kCount> {
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
 
-  // Chooses the exponent of a block of 32 elements; returns true if the block has an unusual
-  // number. All threads of the block must call this function.
+  // Chooses the exponent of 32 elements that share one; returns true if one of them is unusual. All
+  // threads that hold some of these elements must call this function.
   __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
     const uint32_t largest = largest_of_block<RootCode>(roots, word);
     exponent = RootCode::fast_unit(largest);
     return RootCode::is_unusual(largest);
   }
-  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit, as ratios to the stored roots
-  // need.
+  // Quantizes the roots. Sets `inverses` to the bits of 2 / unit of each stored root.
   __device__ void set(const float (&roots)[kCount], uint32_t word, uint32_t (&inverses)[kCount]) {
     const float unit = float_of(exponent << 23);
     const uint32_t scaled = exponent + RootCode::kFastExponent;
@@ -411,9 +410,8 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     ((is_unusual |=
       choose_unit<index>(packs, index == NumberFormats::kRoot ? roots : buffers[index], word_of)),
      ...);
-    // Several threads read the exponent of a block, and threads that are not `inside` read another
-    // thread's pack, so all must have loaded before one stores. The vote below does not order
-    // memory.
+    // Wait until all threads have loaded, because they share exponents, and a thread that is not
+    // `inside` reads another thread's pack. The vote below does not order memory accesses.
     __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 

@@ -162,7 +162,7 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// Writes the sum of a tensor's squares, in the last block of the tensor to arrive.
+// Lets the last block of a tensor that arrives write the sum of the tensor's squares.
 template <typename Shape, typename Table, typename Tile>
 __device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
   const Table& table = arguments.table;
@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   bool is_usual = false;  // all threads of the block have the same value
   if constexpr (kSumSquares) {
     sum = careful_sum_of_squares(tile);
-    // A finite sum proves that there is no inf or NaN. An infinite sum may be an overflow in
-    // float64.
+    // A finite sum proves that there is no inf or NaN. An infinite sum may also be an overflow.
     is_usual = is_finite(sum);
     if (!is_usual && arguments.skip_nonfinite) sum = tile_sum_of_squares<double>(tile, true);
   }

@@ -277,8 +277,8 @@ struct Numbers<Blockwise<Code>> {
     __device__ uint32_t unit(int i) const { return unit_below(bits_of(root(i))); }
     __device__ float load(int i) const { return Code::number(root(i)); }
 
-    // Chooses the unit of a block of 32 elements, before any of them is stored. All threads of the
-    // block must call this function. rounding_of(i) returns the rounding of moment i.
+    // Chooses the unit of 32 elements before any of them is stored. All threads that hold some of
+    // these elements must call this function. rounding_of(i) returns the rounding of moment i.
     template <typename RoundingOf>
     __device__ void choose_unit(const float (&moments)[kCount], const RoundingOf& rounding_of) {
       constexpr int kThreads = kBlockSize / kCount;
@@ -291,8 +291,8 @@ struct Numbers<Blockwise<Code>> {
       }
       const unsigned first = threadIdx.x % warpSize / kThreads * kThreads;
       const unsigned mask = (0xffffffffu >> (32 - kThreads)) << first;
-      // Load the old exponent in all threads before one thread stores a new one. Shuffles do not
-      // order memory accesses.
+      // All threads load the old exponent before one stores a new one. Shuffles do not order
+      // memory.
       __syncwarp(mask);
 #pragma unroll
       for (int distance = kThreads / 2; distance > 0; distance /= 2) {

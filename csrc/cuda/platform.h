@@ -49,8 +49,8 @@ __device__ __forceinline__ void store_float(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// Prefetches the cache line of the element kAhead elements after `element`, if `there` is true. A
-// predicate replaces a branch, after which a warp would have to reconverge.
+// Prefetches the cache line of the element kAhead elements after `element`, if `there` is true.
+// Uses a predicate: after a branch, the threads of a warp would have to reconverge.
 template <int kAhead, typename Storage>
 __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element,
                                          [[maybe_unused]] bool there) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void prefetch([[maybe_unused]] const Storage* element
 }
 
 // Returns four bytes of two words. Each of the lower four hex digits of `selector` names a byte: 0
-// to 3 in `first`, 4 to 7 in `second`; plus 8 for copies of its sign bit.
+// to 3 in `first`, 4 to 7 in `second`. A digit plus 8 gives copies of the byte's sign bit.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second,
                                                  uint32_t selector) {
 #if defined(AMP_EXT_CUDA_EMULATOR)

@@ -45,8 +45,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   static constexpr bool kHasLowPrecisionBuffers = (Buffer<index>::kMayDither || ...);
 
   // Elements per tile. Each tile computes the constants of its tensor: with low-precision buffers,
-  // tiles of 2048 take up to 1.4 times as long on an H100. Without, each thread gets at least two
-  // packs: one pack takes 1.09 times as long on an H200.
+  // tiles of 2048 take up to 1.4 times as long on an H100. Other kernels get at least two packs per
+  // thread: one pack takes 1.09 times as long on an H200.
   static constexpr int kTileSize = kHasLowPrecisionBuffers ? 8192 : sizeof(T) == 8 ? 2048 : 4096;
 
   // True if a buffer may be dithered.
@@ -55,7 +55,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       Buffer<buffer>::kMayDither && NumberFormats::template kStride<buffer> != 0;
   static constexpr bool kMayDither = (Param::kMayDither || ... || kDithers<index>);
 
-  // 8-bit kernels usually dither every number that can be dithered; then the usual loop has no
+  // 8-bit kernels usually dither every number that can be dithered, so their usual loop has no
   // test.
   static constexpr bool kUsuallyAll = NumberFormats::kHasRatios;
   static constexpr Dithers kUsually = kUsuallyAll ? Dithers::kAll : Dithers::kSome;
@@ -100,9 +100,8 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
     return streams;
   }
 
-  // Returns the first index in [begin, end) at which packs can start, or `end` if there is none: at
-  // a 16-byte boundary of all streams, and with blockwise formats only at `begin`, where a block
-  // starts.
+  // Returns the first index in [begin, end) at which packs can start, or `end` if there is none.
+  // Packs start at a 16-byte boundary of all streams; with blockwise formats only at `begin`.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
     const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
@@ -297,7 +296,7 @@ inline constexpr int kArchitecture = __CUDA_ARCH__;
 inline constexpr int kArchitecture = 0;
 #endif
 
-// A class, because in host code an alias would be another type than in code for sm_100.
+// StepShape is a class: an alias would be different types in host code and in code for sm_100.
 template <template <typename> class Functor, typename Streams>
 struct StepShape
     : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
@@ -382,8 +381,8 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
 template <typename Constants>
 struct BlockState {
   Constants constants;
-  // RatioCode::kPlaceBits, hidden from the compiler, which would otherwise use it as an immediate
-  // in instructions that need another immediate.
+  // RatioCode::kPlaceBits as a variable, so that it does not take the room of another constant in
+  // an instruction.
   uint32_t place_bits;
   bool skip;
 };
@@ -422,8 +421,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // Unlike an atomicAdd, an atomicInc is only waited for when its result is needed, after the
-    // update.
+    // The result of atomicInc is only waited for when it is needed, that of atomicAdd at once.
     blocks_before = count_block(arguments.block_counter);
   }
 

@@ -88,8 +88,7 @@ struct TensorTable {
     return index;
   }
 
-  // Returns the number of blocks: one for each tile, but at least one, to advance the steps of
-  // empty tensors.
+  // Returns the number of blocks: one for each tile, and one if all tensors are empty.
   int64_t blocks() const { return std::max(tiles, 1); }
 
   AMP_EXT_INLINE int64_t tiles_of(int tensor) const {
@@ -145,8 +144,8 @@ __device__ __forceinline__ bool is_at_boundary(const Storage* first) {
 
 // Visits [begin, end) with all threads of a block: single elements up to `aligned`, then packs,
 // then the remaining single elements. visit(index, count, packs) receives the elements per pack and
-// the number of packs, kThreads packs apart, as integral constants. Unrolled loops over single
-// elements would be most of a kernel.
+// the number of packs, which are kThreads packs apart, as integral constants. Loops are not
+// unrolled, because most of a kernel would then be loops over single elements.
 template <typename Shape, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, int64_t end,
                                               const Visit& visit) {

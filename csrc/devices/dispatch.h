@@ -52,7 +52,7 @@ class DeviceEngine {
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
-  // be null) report inf and NaN as in a scan; found_inf also reports such a factor.
+  // be null) report inf and NaN as in a scan; found_inf also reports a factor of inf or NaN.
   // is_launched[all_args.size()] is set as in `step`.
   virtual void multiply(const at::Device& device, const std::vector<KernelTensorArgs>& all_args,
                         const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
@@ -61,7 +61,7 @@ class DeviceEngine {
   virtual void count_nonfinite(const at::Device& device,
                                const std::vector<KernelTensorArgs>& all_args,
                                int64_t* counts) const = 0;
-  // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are wrong.
+  // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are inexact.
   virtual void count_division_errors(const at::Device& /*device*/, int64_t /*stride*/,
                                      int64_t* /*wrong*/) const {}
   virtual void average(const at::Device& device, const AverageLaunch& launch,

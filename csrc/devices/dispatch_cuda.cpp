@@ -87,7 +87,8 @@ class CudaEngine : public DeviceEngine {
             StepScratch& scratch) const override {
     on_stream(device, [&](cudaStream_t stream) {
       if (launch.sum_of_squares == nullptr) return cuda::scan(launch, {}, stream);
-      // tile_sums may be freed early: torch's allocator reuses memory in stream order.
+      // tile_sums may be freed before the kernels end: torch's allocator reuses memory in stream
+      // order.
       const int64_t tiles = cuda::number_of_tiles(launch.all_args, launch.count);
       const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
       cuda::SumScratch sums{tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)};

@@ -65,8 +65,7 @@ struct Adam {
     update_param(param, exp_avg, max_exp_avg_sq);
   }
 
-  // Returns a copy with flags that are known at compile time, so that the fast path has no
-  // branches.
+  // Returns a copy with flags that are known at compile time, so that the fast path has no branch.
   AMP_EXT_INLINE Adam usual() const {
     Adam known = *this;
     known.weight_decay.is_coupled = false;

@@ -5,7 +5,7 @@
 
 namespace amp_ext {
 
-// The 8-bit formats in use; buffers with another format are stored in bfloat16.
+// The 8-bit formats in use. Buffers with another 8-bit format are stored in bfloat16 instead.
 enum class Codes { kAll, kAllButRoots, kRatios };
 
 constexpr bool is_among(BufferCode code, Codes codes) {
@@ -63,9 +63,9 @@ struct BufferDescriptions {
            !(has(BufferCode::kRatio) && has(BufferCode::kMagnitude));
   }
 
-  // True if kernels are compiled for these buffers with `codes`. Not for AMSGrad, whose formula
-  // takes the root of the maximum. If two values of `codes` give the same formats, only the first
-  // one has kernels.
+  // True if kernels are compiled for these buffers with `codes`. AMSGrad has none, because its
+  // formula takes the root of the maximum. If two values of `codes` give the same formats, only the
+  // first has kernels.
   constexpr bool are_taken_in(Codes codes) const {
     if (first_of(BufferRole::kMaximum) >= 0) return false;
     const bool has_ratios = has(BufferCode::kRatio);

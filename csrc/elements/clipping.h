@@ -10,8 +10,8 @@
 
 namespace amp_ext {
 
-// Returns the sum of squares of one tensor as it is reported: inf instead of NaN, which stands for
-// a missing gradient.
+// Returns the sum of squares of one tensor for a report: inf instead of NaN, because NaN stands for
+// a tensor without a gradient.
 AMP_EXT_INLINE double squares_of_tensor(double sum) {
   return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
 }

@@ -25,9 +25,8 @@ AMP_EXT_INLINE float fast_reciprocal(float value) {
   return fused_multiply_add(near, fused_multiply_add(-value, near, 1.0f), near);
 }
 
-// Returns numerator / denominator, rounded to nearest, from the reciprocal of the denominator. Both
-// must be finite; the numerator 0 or at least 2^-101, the quotient at least 2^-63 in magnitude. The
-// subtraction in the last line gives a zero quotient the numerator's sign.
+// Returns n / d, rounded to nearest, from the reciprocal of d. Requires finite n and n / d, |n| >=
+// 2^-101 or n = 0, and |n / d| >= 2^-63 or n = 0. Subtracting the error gives 0 / d the sign of n.
 AMP_EXT_INLINE float quotient_from(float numerator, float denominator, float reciprocal) {
   const float quotient = numerator * reciprocal;
   const float excess = fused_multiply_add(denominator, quotient, -numerator);

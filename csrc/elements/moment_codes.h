@@ -23,8 +23,8 @@ namespace amp_ext {
 // Number of elements that share an exponent.
 inline constexpr int kBlockSize = 32;
 
-// Returns the unit of a ratio: the power of two at or below the root of a second moment, as float
-// bits: the exponent is halved. 0 and subnormal numbers give 2^-64; inf and NaN give inf.
+// Returns the bits of a ratio's unit, the power of two at or below the root of a second moment, by
+// halving the exponent. 0 and subnormal numbers give 2^-64; inf and NaN give inf.
 template <typename U>
 AMP_EXT_INLINE U unit_below_root(U bits) {
   const U unit = ((bits >> 1) + 0x1fc00000u) & 0x7f800000u;
@@ -90,7 +90,7 @@ struct RatioCode {
   }
 
   // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. `sum` is twice
-  // the sum in `encode`, with the same rounding.
+  // the sum in `encode`, and is rounded alike.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =
@@ -135,7 +135,7 @@ struct BlockUnit {
 };
 
 // Format of a second moment: root / unit + 1/16, because floats near 1/16 are evenly spaced. Only a
-// root of 0 gets code 0: otherwise first moments would be divided by eps alone.
+// root of 0 gets code 0; otherwise a step would divide a first moment by eps alone.
 struct RootCode {
   static constexpr uint32_t kLastUnit = 127 + 64;  // 2^64, whose square is inf
   static constexpr uint32_t kReserve = 0x100000;   // the largest code is below 15/16 of the unit
@@ -171,7 +171,8 @@ struct RootCode {
 
   // Constants of the fast path, which always dithers. On a GPU, its roots are multiplied by 2^32,
   // and second moments are below 2^64. `largest` has the bits of a block's largest root plus its
-  // dither. Within 2^17 above kFastLeast, that root may count as 0, so the block is unusual.
+  // dither. If it is less than 2^17 above kFastLeast, the root may count as 0, so the block is
+  // unusual.
   static constexpr uint32_t kFastExponent = 32;
   static constexpr uint32_t kFastLeast = (127u - 63u + kFastExponent) << 23;
   static AMP_EXT_INLINE bool is_unusual(uint32_t largest) {

@@ -2,8 +2,8 @@
 // exponentially weighted mean and variance, with equal weights while there are few norms.
 //
 // Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
-// defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. ZClip
-// clips outliers to another value and adds that value to the statistics; here, they are ignored.
+// defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. Unlike
+// ZClip, the statistics ignore outliers, and clipping is to the limit.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -34,8 +34,7 @@ struct NormSummary : ReportStamps {
   int64_t similar_norms = 0;  // number of consecutive norms that are close to similar_norm
   double similar_norm = 0.0;
 
-  // Calls visit(name, &NormSummary::field) for the fields of a state dict, which determine the
-  // others.
+  // Calls visit(name, &NormSummary::field) for the fields of a state dict.
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("norms", &NormSummary::norms);
@@ -81,8 +80,8 @@ AMP_EXT_INLINE double limit_of(const NormSummary& summary,
   return summary.mean + hyperparameters.sigma_factor * deviation_of(summary);
 }
 
-// Returns the limit for the next norm. After patience - 1 consecutive outliers only max_norm is a
-// limit, so the next outlier is accepted.
+// Returns the limit for the next norm. After patience - 1 outliers in a row, only max_norm is a
+// limit, so that the statistics accept the next outlier.
 AMP_EXT_INLINE double next_limit(const NormSummary& summary,
                                  const NormGuardHyperparameters& hyperparameters) {
   const double limit = limit_of(summary, hyperparameters);
@@ -135,8 +134,8 @@ AMP_EXT_INLINE void count_norm(float norm, bool was_skipped, NormGuardMemory& me
   memory.limit = next_limit(memory, hyperparameters);
 }
 
-// Counts the norm of a step and updates the mirror. `is_absent`: there is no norm, because a scaler
-// found an overflow or no parameter had a gradient.
+// Counts the norm of a step and updates the mirror. `is_absent` is true if a scaler found an
+// overflow or no parameter had a gradient.
 AMP_EXT_INLINE void end_guarded_step(float norm, bool is_absent, bool was_skipped,
                                      NormGuardMemory& memory) {
   if (!is_absent) count_norm(norm, was_skipped, memory);

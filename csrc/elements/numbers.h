@@ -74,8 +74,8 @@ using FormatOfCode = std::conditional_t<
                        std::conditional_t<code == BufferCode::kMagnitude, Blockwise<MomentumCode>,
                                           Plain<BFloat16>>>>;
 
-// Formats of all buffers of a parameter: Uniform for one dtype; Coded for the 8-bit formats in
-// `codes`, with bfloat16 for the others.
+// Formats of all buffers of a parameter. Uniform stores all in one dtype. Coded stores each in its
+// 8-bit format if `codes` has that format, otherwise in bfloat16.
 template <typename Storage>
 struct Uniform {
   static constexpr bool kAreCoded = false;

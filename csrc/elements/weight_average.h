@@ -53,10 +53,10 @@ struct AverageStep {
     return select(is_first, weight, towards_weight(average, weight));
   }
 
-  // Returns the index that a tensor's first element has in the dithering of an average. Another
-  // index at each average gives independent thresholds. With the correlated thresholds of a Weyl
-  // sequence, an average, which moves in small fractions of a place, would settle up to 40 % of a
-  // place off.
+  // Returns the index that a tensor's first element has in the dithering of an average. It differs
+  // at each average, because an average moves by small fractions of the distance between two
+  // storable values. The thresholds of a Weyl sequence would let it settle up to 40 % of that
+  // distance off.
   AMP_EXT_INLINE int64_t dither_place(int64_t global_offset) const {
     constexpr uint64_t kStride = 0x9E3779B97F4A7C18u;      // eight times an odd number
     constexpr uint64_t kPlaces = (uint64_t{1} << 62) - 1;  // leaves room to add an index

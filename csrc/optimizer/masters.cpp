@@ -41,8 +41,8 @@ at::Tensor decoded_master(const at::Tensor& param, const Masters& masters) {
   for (const LowerPart& part : kLowerParts) {
     const auto residual = masters.find(part.key);
     if (residual == masters.end()) continue;
-    // Only a bfloat16 parameter can be restored after it was converted to another dtype: converting
-    // back gives its old values.
+    // A bfloat16 parameter that was converted to another dtype can be converted back; float16
+    // can't.
     if (part.param != param.scalar_type() && part.param != at::kBFloat16) continue;
     return join_fp32(param.detach().to(part.param), residual->second.to(param.device()));
   }
@@ -73,8 +73,8 @@ at::Tensor convert_master(const at::Tensor& param, const Masters& masters, const
     return split_fp32(upper, decoded.defined() ? decoded : upper.to(at::kFloat), bits_of(key));
   }
   if (decoded.defined()) {
-    // Splitting rounds ties away from zero, converting rounds them to even. Such a tie moves to the
-    // next float32 towards the parameter.
+    // Splitting rounds ties away from zero, but the parameter was rounded to even. Move such a tie
+    // to the next float32 towards the parameter.
     const at::Tensor nearest = at::nextafter(decoded, upper.to(at::kFloat));
     decoded = at::where(decoded.to(upper.scalar_type()).eq(upper), decoded, nearest);
   }

@@ -29,17 +29,17 @@ AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::S
 AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
                                       const std::string& key);
 
-// Returns the master in float32: stored, or joined from parameter and residual, or the parameter
-// itself if it has no master.
+// Returns the stored float32 master, or the joined one if it is split, or the parameter itself if
+// it has no master.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master as kernels read it, or undefined if there is none: a stored tensor that fits
-// the parameter (as residual_elements() if it is a residual), or else a conversion to float32.
+// Returns the master as kernels read it, or undefined if there is none. A stored tensor is returned
+// if it fits the parameter (a residual as residual_elements()), otherwise it is converted to
+// float32.
 AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master that a parameter gets from a file, in the format of `key`. A float32 master in
-// the file comes before the tensor under `key`, because it is newer: a program without residuals
-// wrote it.
+// Returns the master that a parameter gets from a file, in the format of `key`. A float32 master is
+// preferred to a residual, because a program without residuals must have added it later.
 AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,
                                      const std::string& key);
 

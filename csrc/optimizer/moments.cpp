@@ -20,7 +20,7 @@ namespace amp_ext::optim {
 
 namespace {
 
-// Least elements of a tensor to quantize in blocks; smaller ones save no memory worth mentioning.
+// Smaller tensors are not quantized in blocks, because that would save little memory.
 constexpr int64_t kLeastElements = 4096;
 
 constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};

@@ -47,9 +47,9 @@ AMP_EXT_API bool is_key_of_moment(const std::string& key, const std::vector<std:
 AMP_EXT_API bool is_key_of_exponents(const std::string& key, const std::vector<std::string>& names);
 std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 
-// True if moments of a parameter can be quantized in blocks of 32 elements: it is contiguous, has
-// at least two dimensions and 4096 elements, and each row (index of dimension 0) is a multiple of
-// 32. Only dimension 0 may be sharded (`shards_whole_rows`), because a block lies in a row.
+// True if moments of a parameter can be quantized in blocks of 32 elements. The parameter must be
+// contiguous and have at least two dimensions, 4096 elements, and rows of a multiple of 32
+// elements. Only dimension 0 may be sharded (`shards_whole_rows`), because a block lies in a row.
 AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
 // Returns the format of each moment, by the dtype and shape of `param`. Pass the unsharded

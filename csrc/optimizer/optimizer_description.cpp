@@ -190,8 +190,7 @@ const OptimizerDescription& description_of<LionHyperparameters>() {
 
 namespace {
 
-// Calls `add` with the description of each optimizer; returns the names it appends, without
-// duplicates.
+// Calls `add` with the description of each optimizer; returns the added names without duplicates.
 template <typename Add>
 std::vector<std::string> names_in_all_descriptions(const Add& add) {
   std::vector<std::string> all, names;
@@ -335,8 +334,8 @@ ClippingOptions clipping_options(const std::string& optimizer,
 
 bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                 const std::optional<std::string>& rounding) {
-  // With a full master and float32 moments, only the parameter is rounded, and the master keeps
-  // what that loses.
+  // With a full master and float32 moments, only the parameter is rounded: the master loses
+  // nothing.
   const bool stores_low_precision =
       !master_weights || master_weights == "split8" || state_dtype != at::kFloat;
   return stores_low_precision &&

@@ -56,8 +56,8 @@ struct OptionDescription {
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// Returns the allowed values in words, without a range: "a number or None". `takes_tensors` adds
-// "or a tensor of one element" where one is allowed.
+// Returns the allowed values in words, without a range: "a number or None". With `takes_tensors`,
+// options that may be a tensor add "or a tensor of one element".
 AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
 
 struct OptimizerDescription;
@@ -131,8 +131,8 @@ AMP_EXT_API std::vector<std::string> names_of_all_buffers();
 // Throws torch's error if torch would refuse these defaults. Groups are not checked in this way.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
-// Throws if a step can't use the value of an option, in defaults or in a group. Ranges that only
-// torch enforces are left to check_as_torch.
+// Throws if a step can't use the value of an option, in defaults or in a group. Does not check
+// ranges that only torch enforces; see check_as_torch.
 AMP_EXT_API void check_values(const GroupOptions& options);
 
 // Calls check_values, and throws if options of a group contradict each other.

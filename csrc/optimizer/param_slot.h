@@ -36,8 +36,8 @@ inline constexpr int kLists = kBuffer0 + kMaxBuffers;
 // (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
 
-// Returns a corrected float32 master: the parameter's value where the master does not round to it,
-// because the parameter was changed later.
+// Returns a corrected float32 master. Where it does not round to the parameter, the parameter was
+// changed later and replaces it.
 at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 // A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
@@ -47,13 +47,13 @@ struct ContiguousCopy {
   bool written;  // the kernel writes `dense`, so it must be copied back
 };
 
-// Slots by which a loop prefetches ahead: first tensors, which have the addresses of the storages.
+// How many slots ahead a loop prefetches tensors, and then the storages to which they point.
 inline constexpr size_t kTensorsAhead = 4, kStoragesAhead = 2;
 
 struct ParamSlot {
   const void* object;  // identity of the parameter
-  // The parameter or this rank's shard, set only during an operation of the plan. Counting a
-  // reference would take longer than all other work on the slot.
+  // The parameter or this rank's shard, set only during an operation of the plan. Borrowed, because
+  // counting a reference takes longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
   std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
   std::optional<SeenTensor> param_of_master;  // parameter when its master was last rounded to it
@@ -122,13 +122,12 @@ struct ParamSlot {
   BufferFormat format(int buffer) const;  // derived from the buffer's dtype
   bool has_codes() const;                 // whether args has a quantized buffer
 
-  // Gives the tensor memory of its own if a lazy clone (copy-on-write) shares it; returns true
-  // then.
+  // Gives the tensor its own memory if a lazy clone (copy-on-write) shares it, and then returns
+  // true.
   bool leave_lazy_clone(int list);
   // Updates the fingerprint of a tensor. Returns true if the fingerprint has changed.
   bool take_fingerprint(int list);
-  // Puts a new gradient into args if it needs no conversion and no dense copy; otherwise returns
-  // false.
+  // Puts a new gradient into args and returns true, unless it needs a conversion or a dense copy.
   bool take_new_grad();
   void fill_args();
   void mark_written();

@@ -45,8 +45,8 @@ struct AMP_EXT_API Loader {
 };
 
 // Throws if the groups or states of a file lack a required key, or have an unknown key that may
-// change a step. Keys of users are allowed in files of torch and amp_ext, and in others if the
-// optimizer's own groups have them.
+// change a step. Unknown keys are allowed in groups of torch or amp_ext, where users may add keys,
+// and if the optimizer's own groups have the same keys.
 AMP_EXT_API void check_saved_groups(const Loader& loader, const std::vector<SavedGroup>& groups,
                                     const Keys& state_keys);
 

@@ -61,8 +61,8 @@ void check_masters(const ParamRef& param, const SavedState& saved, const Where& 
   }
 }
 
-// Returns the quantized formats in which a file has a moment. None if it also has a floating-point
-// tensor, which is newer: a program without 8-bit support has added it.
+// Returns the quantized formats in which a file has a moment. None if the file also has it as a
+// floating-point tensor, which a program without 8-bit support must have added later.
 std::vector<MomentFormat> codes_of(const SavedState& saved, const std::string& name) {
   if (saved.find(name) != nullptr) return {};
   return saved_codes(present_in(saved), name);
@@ -104,8 +104,7 @@ Masters loaded_masters(const ParamRef& param, const SavedState& saved) {
   return masters;
 }
 
-// Returns all moments in a file. A training loop may later need those that the group does not use
-// now.
+// Returns all moments in a file, also unused ones: a training loop may change the group's options.
 StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const SavedState& saved) {
   const std::vector<MomentFormat> formats = spec.formats(param);
   Moments found;

@@ -30,8 +30,8 @@ AMP_EXT_API void set_under(StateMap& state, const std::string& key, at::Tensor t
 AMP_EXT_API HasKey keys_in(const StateMap& state);
 AMP_EXT_API Masters masters_in(const StateMap& state);
 
-// A parameter and its position in the optimizer. `unsharded` determines the formats, which all
-// ranks share; the tensors of the state are shards like `local`.
+// A parameter and its position in the optimizer. `unsharded` determines the formats, so that all
+// ranks have the same. The tensors of the state are shards like `local`.
 struct AMP_EXT_API ParamRef {
   at::Tensor unsharded;  // the whole parameter; only dtype, sizes and strides are read
   at::Tensor local;      // this rank's shard, or the whole parameter
@@ -92,9 +92,9 @@ AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& o
 AMP_EXT_API StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
                                     const StateRequirements& requirements);
 
-// Returns a state with all tensors that `spec` requires: missing ones are created, others converted
-// if their dtype, format or device is wrong. No given tensor is written. Throws if only some of the
-// required entries exist.
+// Returns a state with all tensors that `spec` requires. Missing tensors are created, and tensors
+// of a wrong dtype, format or device are converted; no given tensor is written. Throws if only some
+// of the required entries exist.
 AMP_EXT_API StateMap complete_state(const StateSpec& spec, const ParamRef& param, StateMap state);
 
 // Returns the tensors of a complete state that a step reads and writes.

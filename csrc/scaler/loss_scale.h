@@ -66,25 +66,25 @@ class AMP_EXT_API LossScale {
   // Creates the tensors from the initial values, as normal tensors even in inference mode.
   void make(const at::Device& device);
 
-  // Loads a state dict, except min_scale and max_scale. `entry` returns the number under a name,
-  // and throws if it is missing though required, or invalid. Then nothing is loaded.
+  // Loads a state dict, except min_scale and max_scale. `entry` returns the number under a name. If
+  // `entry` throws, nothing is loaded.
   using Entry = std::function<std::optional<at::Scalar>(const char* name, bool is_required)>;
   void load(const Entry& entry);
 
   // Methods about scans of gradients. `slot` is the index of an optimizer's report.
 
-  // Returns the slot of the optimizer at address `key`, unless `is_alive` returns false: another
-  // optimizer may now have the address of a destroyed one.
+  // Returns the slot of the optimizer at address `key`. Ignores slots whose `is_alive` returns
+  // false, because another optimizer may now have their address.
   std::optional<int64_t> find_optimizer(const void* key) const;
   int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
-  // Returns the slot of an optimizer, which is added if it is unknown. `guard_has_skipped` returns
-  // whether a NormGuard skipped the last step, which flags don't show.
+  // Returns the slot of an optimizer, and adds a slot if it is unknown. `guard_has_skipped` returns
+  // whether a NormGuard skipped the last step.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
                         std::function<bool()> guard_has_skipped);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
   // Starts an iteration of an optimizer, and drops a scan that no update has read. Returns a
-  // found_inf of 0 on the scale's device, which callers must not write.
+  // found_inf of 0 on the scale's device. Callers must not write it.
   const at::Tensor& start_iteration(int64_t slot);
 
   // Scans the gradients on one device (see grads_by_device), and multiplies them by `inv_scale` if
@@ -96,8 +96,7 @@ class AMP_EXT_API LossScale {
   // with inf or NaN, among all parameters.
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
-  // Stores the first_nonfinite tensors, one per device, of an optimizer that scans its own
-  // gradients.
+  // Stores the first_nonfinite tensors, one per device, of an optimizer with its own scan.
   void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
 
   // Makes check_scales() throw after the next update if `differ`, a [] bool, is true.
@@ -105,13 +104,13 @@ class AMP_EXT_API LossScale {
 
   // Updates.
 
-  // Allocates the reports that the next update writes. update() does so, too; an earlier call is
-  // needed only if other threads read reports meanwhile.
+  // Allocates the reports that the next update writes. Call it if other threads read reports during
+  // update(), which otherwise allocates them.
   void make_room();
 
-  // Updates the scale from the flags of an iteration (pairs of a slot and a found_inf), without
-  // waiting for the device. If `set` is not null, it sets the scale instead, and flags only enter
-  // the statistics. Returns new messages about the last finished update.
+  // Updates the scale from the flags of an iteration, pairs of a slot and a found_inf, without
+  // waiting for the device. If `set` is not null, update() calls it to set the scale, and flags
+  // only enter the statistics. Returns new messages about the last finished update.
   LogMessages update(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
                      const std::function<void()>& set);
 

@@ -28,9 +28,9 @@ struct ParamGrad {
 using GradsByDevice = std::vector<std::pair<at::Device, TensorList>>;
 
 // Sorts gradients by device. Each list has one tensor for each parameter: the gradient, the values
-// of a sparse gradient, or an empty tensor if it is undefined or on another device. Sparse float16
-// gradients are coalesced first, because a sum of finite entries may overflow. Throws if a gradient
-// is complex, or float16 unless `allow_fp16`.
+// of a sparse gradient, or an empty tensor. Sparse float16 gradients are coalesced first, because a
+// sum of finite entries may overflow. Throws if a gradient is complex, or is float16 and
+// `allow_fp16` is false.
 AMP_EXT_API GradsByDevice grads_by_device(const TensorList& params, TensorList grads,
                                           bool allow_fp16, const NameOf& name_of);
 
@@ -40,15 +40,14 @@ class AMP_EXT_API ScaledIteration {
 
   int64_t slot;    // index of the optimizer's report, see LossScale::add_optimizer
   NameOf name_of;  // returns the name of a parameter by its index
-  // True if an exception may have left gradients or parameters partly written: then only update()
-  // is allowed. Also set during a step of another package's optimizer.
+  // True if an exception may have left gradients or parameters partly written; only update() is
+  // allowed then. Also true during a step of another package's optimizer.
   bool needs_reset = false;
 
   // Throws an error that names `operation`, a method of the scaler, if needs_reset is true.
   void check_needs_no_reset(const std::string& operation) const;
 
-  // Throws if one of the gradients was already unscaled in `other`, an optimizer with the same
-  // parameter.
+  // Throws if a gradient was already unscaled in `other`, the iteration of another optimizer.
   void check_still_scaled(const std::string& operation, const ScaledIteration& other,
                           const std::vector<ParamGrad>& grads) const;
 
@@ -61,8 +60,8 @@ class AMP_EXT_API ScaledIteration {
   void on_loss_scaled(const std::vector<ParamGrad>& grads, bool has_stepped);
   bool is_unscaled() const { return is_unscaled_; }
 
-  // Remembers the gradients that are about to be unscaled, and sets needs_reset, which the caller
-  // clears after all of them.
+  // Remembers the gradients that are about to be unscaled, and sets needs_reset. The caller clears
+  // it when all are unscaled.
   void begin_unscaling(const std::vector<ParamGrad>& grads);
   // Undoes begin_unscaling if no gradient was written.
   void forget_unscaling();

@@ -1,4 +1,4 @@
-// The Autocast scope of C++ programs, and autocast's cache of cast weights, in a file of its own,
+// The Autocast scope of C++ programs, and autocast's cache of cast weights. This file is separate
 // because autocast's header takes long to compile.
 #include "tensors/autocast_cache.h"
 

@@ -39,7 +39,7 @@ inline void synchronize(const at::Device& device) {
   guard.synchronizeDevice(device.index());
 }
 
-// Waits for the device before a destructor frees a mirror. A destructor can't report errors.
+// Waits for the device before a destructor frees a mirror. Ignores errors.
 inline void wait_before_end(const at::Device& device) noexcept {
   try {
     synchronize(device);

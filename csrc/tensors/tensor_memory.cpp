@@ -11,8 +11,8 @@ namespace amp_ext {
 
 namespace {
 
-// Memory of a tensor, as contiguous runs of `run` bytes, at `begin` plus multiples of the strides
-// in `steps`. Never empty.
+// Memory of a tensor with elements: contiguous runs of `run` bytes, one at `begin` and the others
+// at `begin` plus multiples of the strides in `steps`.
 struct Placed {
   struct Step {
     int64_t size;    // number of runs, at least 2
@@ -112,8 +112,8 @@ std::optional<std::pair<size_t, size_t>> find_shared(std::vector<Stretch>& stret
   return std::nullopt;
 }
 
-// True if a quick test proves that no two tensors of a cluster share a byte: their addresses modulo
-// the common divisor of all strides are disjoint intervals, as for the columns of one matrix.
+// True if a quick test proves that no two tensors of a cluster share a byte: modulo the common
+// divisor of all strides, their addresses are disjoint intervals, as for the columns of a matrix.
 bool are_surely_apart(const std::vector<Placed>& cluster) {
   int64_t modulus = 0;
   for (const Placed& placed : cluster) {

@@ -68,7 +68,7 @@ void check_number(const std::string& operation, const std::string& name, const a
 void check_length(const std::string& operation, const std::string& name,
                   const std::vector<at::Tensor>& list, const std::vector<at::Tensor>& params);
 
-// Returns the kernel arguments of a gradient for operations on gradients alone. `data` has its
+// Returns the kernel arguments of a gradient without its parameter. `data` points to the gradient's
 // elements, dense in memory; `number` identifies it in reports such as first_nonfinite.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
@@ -112,7 +112,8 @@ struct SeenTensor {
   }
 };
 
-// Prefetches an object's memory. Compilers remove calls of such functions unless they are inlined.
+// Prefetches an object's memory. Inlined, because compilers remove calls of functions without
+// effect.
 template <typename T>
 AMP_EXT_INLINE void prefetch(const T* object) {
   constexpr size_t kLine = 64;  // bytes in a cache line, on most CPUs
@@ -121,8 +122,8 @@ AMP_EXT_INLINE void prefetch(const T* object) {
   __builtin_prefetch(bytes + sizeof(T) - 1);
 }
 
-// Leaves inference mode and switches autograd off, so that new tensors are normal tensors, which
-// can be written later. Don't write tensors of the caller in this scope.
+// Leaves inference mode and switches autograd off, so that new tensors can be written later. Don't
+// write tensors of the caller in this scope.
 struct OutsideInferenceMode {
   const c10::InferenceMode off{false};  // also switches autograd on
   const at::NoGradGuard no_grad;
@@ -149,7 +150,7 @@ struct Fingerprint {
             impl.dtype(),
             impl.is_contiguous()};
   }
-  // Adds the sizes, which only parameters need: other tensors are compared with a changed
+  // Adds the sizes. Only parameters need them, because other tensors are compared with the
   // parameter.
   void take_sizes(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
