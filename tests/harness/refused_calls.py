@@ -258,7 +258,7 @@ FILES_OF_OTHERS: list[tuple[str, str, Saved, dict[str, Any]]] = [
     ),
     (  # torch-optimi 0.3.3 SGD
         "SGD",
-        f"{NO_OPTIONS} SGD does not have, got ['gradient_release']. {OR_KEEP}",
+        f"{ONLY_OPTIONS} SGD, got ['gradient_release']. {OR_KEEP}",
         of_another(**AN_SGD, gradient_release=False, state={"exp_avg": MOMENT}),
         {},
     ),
