@@ -110,7 +110,7 @@ void make_room(StepBatch& batch, const ParamSlotChecks& checks, const GroupTable
         group.dithered != 0 ? (group.dithered & slot->low_precision) | slot->dithers : 0;
     TORCH_CHECK(args.dithered == 0 || args.step != nullptr || group.common->timestep >= 1.0,
                 checks.operation, ": ", checks.name_of(*slot, kStep),
-                " must be there to dither, got None");
+                " must be given to dither, got None");
   }
   batch.is_launched = std::make_unique<bool[]>(batch.slots.size());
 }

@@ -109,10 +109,8 @@ PAIRS = "be torch.uint8 of shape (2, 2), got"
 A_STATE_DTYPE = "must be torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None, got"
 A_MASTER = "must be True, False, 'split' or 'split8', got"
 A_LIMIT = "must be a number of at least 0 or None, got"
-IF_HARMLESS = "If they don't change what a step does, delete them from the file"
-NO_CODE = (
-    "must be torch.float32, torch.bfloat16 or None with amsgrad, whose maximum has no code, got"
-)
+IF_HARMLESS = "Delete them from the file if they don't change a step"
+NO_CODE = "must be torch.float32, torch.bfloat16 or None with amsgrad, got"
 # What each optimizer says of an option below 0.
 BELOW_0 = {
     "lr": "Invalid learning rate: -1.0",
@@ -171,8 +169,9 @@ BAD_FILES: dict[str, Change] = {
     ),
     "eps of param_groups[1] must be a number, got nan": in_group(eps=NAN),
     f"lr {A_NUMBER} nan": in_group(lr=NAN),
-    "state must have no entries that AdamW does not keep, got ['momentum_buffer']. "
-    f"{IF_HARMLESS}": in_state(momentum_buffer=torch.ones(2)),
+    f"state must have only entries of AdamW, got ['momentum_buffer']. {IF_HARMLESS}": in_state(
+        momentum_buffer=torch.ones(2)
+    ),
 }
 # Files of other libraries: which class refuses them, and the text. Keys and options are those that
 # the packages write.
