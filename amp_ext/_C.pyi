@@ -1,4 +1,5 @@
 # Types of the compiled module. amp_ext.ops documents the functions.
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,11 @@ class InspectedStep:  # the result of a trial step, which wrote nothing
     # ((group, index), fields of amp_ext.optim.inspection.ParamInspection).
     def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
 
+class PlanAnswer(enum.Enum):  # what the caller of a Plan must do next
+    REGISTER_PARAMS = 1  # parameters or options have changed: register the parameters, ask again
+    NEEDS_GLOBAL_NORM = 2  # add up the sums of squares over all ranks, and pass them
+    DONE = 3
+
 class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
     grad_norms: Tensor | None  # [params] float32, norm of each gradient at the last step
@@ -118,19 +124,18 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         failure: str,
     ) -> None: ...
     def forget(self) -> None: ...
-    # Each returns None if the parameters must be registered again.
     def take_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
-    ) -> bool | None: ...
+    ) -> PlanAnswer: ...
     def list_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
-    ) -> bool | None: ...
+    ) -> PlanAnswer: ...
     def restart_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
-    ) -> bool | None: ...
+    ) -> PlanAnswer: ...
     def swap_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
-    ) -> bool | None: ...
+    ) -> PlanAnswer: ...
     def swap_back(self, averages: WeightAverages) -> None: ...
     def check_not_swapped_in(self, operation: str) -> None: ...
     def track_step_applied(self) -> None: ...
@@ -147,15 +152,15 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         operation: str,
         rows: Sequence[tuple[int, int, Tensor, int | None, int]],
     ) -> None: ...
-    # scan(), step() and the methods between them return None if parameters or options have changed.
-    # The caller then registers the parameters and calls again.
+    # The methods that take `step_plan` may all return REGISTER_PARAMS; inspect() and step() may
+    # return NEEDS_GLOBAL_NORM.
     def scan(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | None: ...
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | PlanAnswer: ...
     def scan_without_recording(
         self, step_plan: Any, optimizer: Any, grad_scale: Tensor | None
-    ) -> list[tuple[Tensor, None, int, Tensor | None, Tensor | None]] | None: ...
-    def inspect(  # returns False if it needs sum_of_squares over all ranks
+    ) -> list[tuple[Tensor, None, int, Tensor | None, Tensor | None]] | PlanAnswer: ...
+    def inspect(
         self,
         step_plan: Any,
         optimizer: Any,
@@ -163,9 +168,9 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
         is_in_step: bool,
-    ) -> InspectedStep | bool | None: ...
-    def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | None: ...
-    def step(  # returns False if it needs the sums of squares over all ranks, True after the step
+    ) -> InspectedStep | PlanAnswer: ...
+    def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | PlanAnswer: ...
+    def step(
         self,
         step_plan: Any,
         optimizer: Any,
@@ -174,7 +179,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
         squares_of_params: Tensor | None,
-    ) -> bool | None: ...
+    ) -> PlanAnswer: ...
 
 class WeightAverages:  # averages of the weights of one optimizer
     averages: list[Tensor]

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     InspectedStep = _C.InspectedStep
     NormStatistics = _C.NormStatistics
     Plan = _C.Plan
+    PlanAnswer = _C.PlanAnswer
     WeightAverages = _C.WeightAverages
 
 __all__ = [

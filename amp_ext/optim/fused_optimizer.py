@@ -417,7 +417,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
         # The compiled step marks the context as used before it writes.
         arguments = amp_context, grad_scale, found_inf
-        if not self._ask_plan("step", plan.compiled.step, *arguments, *sums):
+        answer = self._ask_plan("step", plan.compiled.step, *arguments, *sums)
+        if answer is plan.needs_global_norm:
             sums = self._sums_over_ranks(grad_scale)
             self._ask_plan("step", plan.compiled.step, *arguments, *sums)
         if inspection is not None:
@@ -431,7 +432,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             operation: Name of the operation, for errors.
             ask: The method. It takes the StepPlan, this optimizer and ``arguments``, and returns
-                None if the parameters must be registered again.
+                REGISTER_PARAMS if the parameters must be registered again.
             arguments: Further arguments.
 
         Raises:
@@ -440,14 +441,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: If an option or the params of a group are invalid.
         """
         answer = ask(self._plan, self, *arguments)
-        if answer is not None:
+        if answer is not self._plan.must_register:
             return answer
         self._check_params(operation)
         self._check_groups()
         specs = [self.state_spec_of(group) for group in self.param_groups]
         self._plan.list_groups(self, specs, operation)
         answer = ask(self._plan, self, *arguments)
-        if answer is None:
+        if answer is self._plan.must_register:
             raise RuntimeError(
                 f"{type(self).__name__}.{operation}: params of a group gave other parameters "
                 "when they were read again. Store the params of each group in a list."

@@ -212,10 +212,10 @@ def inspect_step(
     if not isinstance(found_inf, Tensor):
         found_inf = None
     arguments = grad_scale, found_inf
-    inspect, found = plan.compiled.inspect, None
+    inspect, found = plan.compiled.inspect, plan.needs_global_norm
     if not plan.guard_lacks_sum(sum_of_squares):
         found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
-    if not found:  # the step needs a norm over all ranks, which was not passed
+    if found is plan.needs_global_norm:
         sum_of_squares = optimizer._scan_without_recording(None).sum_of_squares
         found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
     if plan.sharded_over:

@@ -47,6 +47,9 @@ class StepPlan:
         """
         #: The compiled plan.
         self.compiled: ops.Plan = ops.Plan(optimizer, description, None, failure)
+        #: Answers of the compiled plan, looked up once, because every step compares with them.
+        self.must_register = ops.PlanAnswer.REGISTER_PARAMS
+        self.needs_global_norm = ops.PlanAnswer.NEEDS_GLOBAL_NORM
         #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
         #: ``inspects_next`` is True if the next step is to be inspected. ``inspection`` is the last

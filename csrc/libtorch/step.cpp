@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
+#include "optimizer/session.h"
 #include "optimizer/weight_average.h"
 #include "tensors/to_device.h"
 
@@ -17,52 +18,28 @@ void FusedOptimizer::rebuild() { checked("rebuild").plan->forget(); }
 
 // An operation of the plan. The constructor passes the present parameters to the plan, and
 // registers them again if they, the options or the number of states have changed.
-struct FusedOptimizer::Operation {
+struct FusedOptimizer::Operation : Session {
   FusedOptimizer& optimizer;
-  Plan& plan;
-  Plan::Lock lock;
-  ClippingOptions shared;
-  GroupTable table;
-  std::vector<StateSpec> specs;  // [groups]
 
-  Operation(FusedOptimizer& of_optimizer, const char* operation)
-      : optimizer(of_optimizer), plan(*optimizer.checked(operation).plan), lock(plan, operation) {
+  Operation(FusedOptimizer& optimizer, const char* operation)
+      : Session(*optimizer.checked(operation).plan, operation), optimizer(optimizer) {
     const std::vector<PlacedOptions> placed = optimizer.checked_groups();
     std::vector<const GroupOptions*> groups;
     for (const PlacedOptions& group : placed) groups.push_back(&group);
-    const OptimizerClass& optimizer_class = optimizer.impl_->optimizer_class;
-    shared = clipping_options(optimizer_class.name, groups);
-    table = optimizer_class.table(groups);
-    specs = optimizer.state_specs(placed);
-    if (take_params()) return;
-    register_params();
-    take_params();
-  }
-
-  // Passes all parameters to the plan. Returns false if they must be registered again.
-  bool take_params() {
-    if (optimizer.impl_->state_count != optimizer.state_.size() || !plan.params().is_for(specs))
-      return false;
-    size_t number = 0;
-    int64_t group_index = 0;
-    for (const auto& group : optimizer.param_groups_) {
-      for (const at::Tensor& param : group.params()) {
-        const void* const object = param.unsafeGetTensorImpl();
-        if (!param.defined() || !plan.params().take_param(number++, group_index, object, param))
-          return false;
+    read(optimizer.impl_->optimizer_class, groups);
+    const auto for_each_param = [&](const auto& take) {
+      for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
+        for (const at::Tensor& param : optimizer.param_groups_[group].params()) {
+          const auto tensor = [&]() -> const at::Tensor& { return param; };
+          if (!take(static_cast<int64_t>(group), param.unsafeGetTensorImpl(), tensor)) return false;
+        }
       }
-      ++group_index;
-    }
-    return number == plan.params().slots().size();
-  }
-
-  GradientOptions options(const at::Tensor& grad_scale, const at::Tensor& found_inf) const {
-    GradientOptions options;
-    if (grad_scale.defined()) options.grad_scale = grad_scale;
-    if (found_inf.defined()) options.found_inf = found_inf;
-    options.max_grad_norm = shared.max_grad_norm;
-    options.skip_nonfinite = shared.skip_nonfinite;
-    return options;
+      return true;
+    };
+    const bool has_same_states = optimizer.impl_->state_count == optimizer.state_.size();
+    if (has_same_states && take_params(for_each_param)) return;
+    register_params();
+    take_params(for_each_param);
   }
 
   // Returns the existing masters of parameters whose states the plan does not have yet.
@@ -146,7 +123,8 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   // The warning is about earlier steps. It comes before this step, because a handler may throw.
   if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
-  GradientOptions options = operation.options(grad_scale, found_inf);
+  GradientOptions options =
+      operation.gradient_options(if_defined(grad_scale), if_defined(found_inf));
   const ParamTable& params = operation.plan.params();
   if (const auto index = operation.plan.last_step().find_uncounted_write(params)) {
     const ParamSlot& slot = params.slots()[*index];
@@ -176,10 +154,9 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
 std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& found_inf,
                                                            const at::Tensor& grad_scale) {
   Operation operation(*this, "scan_gradients");
-  OptionalTensor scale;
-  if (grad_scale.defined()) scale = grad_scale;
   GradientScan scan;
-  for (const GradScanResult& result : operation.plan.scan(found_inf, scale, operation.shared)) {
+  for (const GradScanResult& result :
+       operation.plan.scan(found_inf, if_defined(grad_scale), operation.clipping)) {
     scan.found_infs.push_back(result.found_inf);
     scan.first_nonfinites.push_back(result.first_nonfinite);
   }
@@ -189,11 +166,12 @@ std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& fou
 Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   Operation operation(*this, "inspect");
   operation.plan.last_step().check_is_before_step(operation.plan.params());
-  GradientOptions options = operation.options(grad_scale, found_inf);
+  GradientOptions options =
+      operation.gradient_options(if_defined(grad_scale), if_defined(found_inf));
   if (grad_scale.defined() && !found_inf.defined()) {
     at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
     for (const GradScanResult& result :
-         amp_ext::scan_without_recording(operation.plan, grad_scale, operation.shared)) {
+         amp_ext::scan_without_recording(operation.plan, grad_scale, operation.clipping)) {
       flag = flag + to_device(result.found_inf, flag.device());
     }
     options.found_inf = flag;

@@ -75,11 +75,8 @@ void ParamTable::replace_slots(std::vector<ParamSlot> slots) {
   memory_is_checked_ = false;
 }
 
-bool ParamTable::take_param(size_t index, int64_t group, const void* object,
-                            const at::Tensor& param) {
-  if (index >= slots_.size()) return false;
+bool ParamTable::take_param(size_t index, const at::Tensor& param) {
   ParamSlot& slot = slots_[index];
-  if (slot.object != object || slot.group != group) return false;
   if (slot.was_contiguous.has_value() && *slot.was_contiguous != param.is_contiguous())
     return false;
   if (slot.is_sharded) {

@@ -76,9 +76,9 @@ class AMP_EXT_API ParamTable {
   bool is_partitioned() const { return is_partitioned_; }
 
   // Sets the present tensor of a parameter and its gradient, the .grad of `param`, for the current
-  // operation; the caller keeps `param` alive. Returns false if the parameter registered at this
-  // index has another group or identity, or if its quantized state no longer fits `param`.
-  bool take_param(size_t index, int64_t group, const void* object, const at::Tensor& param);
+  // operation; the caller keeps `param` alive. Returns false if a quantized state no longer fits
+  // the parameter, which must be registered again.
+  bool take_param(size_t index, const at::Tensor& param);
 
   // Sets this rank's shard of a DTensor parameter and of its gradient, which may be undefined. Call
   // it after take_param() in the same operation.

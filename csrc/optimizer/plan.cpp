@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "optimizer/session.h"
+
 namespace amp_ext {
 
 namespace {
@@ -126,6 +128,16 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   } catch (...) {
     failure_ = outcome.text();
     throw;
+  }
+}
+
+void Session::read(const optim::OptimizerDescription& description,
+                   const std::vector<const optim::GroupOptions*>& groups) {
+  const std::string& optimizer = plan.params().operation();
+  table = description.table(groups);
+  clipping = optim::clipping_options(optimizer, groups);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    specs.push_back(optim::state_spec_of(optimizer, *groups[i], table.groups[i].requirements));
   }
 }
 

@@ -13,47 +13,16 @@
 #include <string>
 #include <tuple>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "optimizer/inspection.h"
+#include "optimizer/session.h"
 #include "optimizer/weight_average.h"
 #include "python/group_options.h"
 #include "python/module.h"
 #include "python/state_snapshot.h"
 
 namespace amp_ext::python {
-
-// The parameter groups of an optimizer, as one operation reads them. Throws if an option is invalid
-// or is a torch.dtype, which Python's check of the groups replaces by its name.
-struct Groups {
-  std::vector<py::dict> dicts;
-  optim::ClippingOptions shared;
-  GroupTable table;
-  std::vector<optim::StateSpec> specs;
-
-  Groups(const std::string& optimizer, const BoundDescription& described,
-         const py::object& registered) {
-    for (const py::handle group : registered) dicts.push_back(py::cast<py::dict>(group));
-    std::vector<DictOptions> options;
-    options.reserve(dicts.size());
-    std::vector<const optim::GroupOptions*> read;
-    for (const py::dict& group : dicts) read.push_back(&options.emplace_back(described, group));
-    table = described.description.table(read);
-    shared = optim::clipping_options(optimizer, read);
-    if (shared.max_grad_norm.has_value() && !(*shared.max_grad_norm >= 0.0)) {
-      throw py::value_error("max_grad_norm");
-    }
-    for (size_t i = 0; i < options.size(); ++i) {
-      const GroupTable::Entry& entry = table.groups[i];
-      if (entry.not_a_number != nullptr) throw py::value_error(entry.not_a_number);
-      if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
-      const py::handle state_dtype = options[i].value(described.description.option("state_dtype"));
-      if (THPDtype_Check(state_dtype.ptr())) throw py::value_error("state_dtype");
-      specs.push_back(optim::state_spec_of(optimizer, options[i], entry.requirements));
-    }
-  }
-};
 
 // Names of attributes, interned and never freed.
 struct Names {
@@ -68,9 +37,7 @@ class PlanOfPython {
  public:
   PlanOfPython(std::string optimizer, std::shared_ptr<BoundDescription> described,
                const PlanOfPython* before, std::string failure)
-      : optimizer(std::move(optimizer)),
-        described(std::move(described)),
-        plan(this->optimizer, std::move(failure)) {
+      : described(std::move(described)), plan(std::move(optimizer), std::move(failure)) {
     if (before != nullptr) plan.take_over(before->plan);
   }
 
@@ -80,13 +47,36 @@ class PlanOfPython {
     state_keys = py::set();
   }
 
-  Groups groups_of(py::handle object) const {
-    return {optimizer, *described, py::getattr(object, names.param_groups)};
+  // Reads the options of the parameter groups, and returns the groups. Throws if an option is
+  // invalid or is a torch.dtype, which Python's check of the groups replaces by its name.
+  std::vector<py::dict> read_groups(Session& session, py::handle optimizer) const {
+    std::vector<py::dict> groups;
+    for (const py::handle group : py::object(py::getattr(optimizer, names.param_groups)))
+      groups.push_back(py::cast<py::dict>(group));
+    std::vector<DictOptions> options;
+    options.reserve(groups.size());
+    std::vector<const optim::GroupOptions*> read;
+    for (const py::dict& group : groups) read.push_back(&options.emplace_back(*described, group));
+    session.read(described->description, read);
+    const std::optional<double> max_grad_norm = session.clipping.max_grad_norm;
+    if (max_grad_norm.has_value() && !(*max_grad_norm >= 0.0))
+      throw py::value_error("max_grad_norm");
+    for (size_t i = 0; i < options.size(); ++i) {
+      const GroupTable::Entry& entry = session.table.groups[i];
+      if (entry.not_a_number != nullptr) throw py::value_error(entry.not_a_number);
+      if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
+      const py::handle dtype = options[i].value(described->description.option("state_dtype"));
+      if (THPDtype_Check(dtype.ptr())) throw py::value_error("state_dtype");
+    }
+    return groups;
   }
 
-  const std::string optimizer;
+  // Returns the member of PlanAnswer in Python, which callers compare with `is`.
+  py::object answer(PlanAnswer answer) const { return answers[static_cast<size_t>(answer)]; }
+
   const std::shared_ptr<BoundDescription> described;
   const Names names;
+  const py::tuple answers{py::module_::import("amp_ext._C").attr("PlanAnswer")};
   Plan plan;
   StateSnapshot states;
   py::set state_keys;  // keys of the state tensors that steps read and write
@@ -94,67 +84,52 @@ class PlanOfPython {
 
 namespace {
 
-// An operation of a Python optimizer, which locks its plan and passes parameters and shards to it.
-// `is_current` is false if the groups can't be read, or if parameters, options or states differ
-// from the registered ones. Python then registers the parameters again.
-struct Operation {
+// An operation of a Python optimizer, which passes parameters and shards to its plan. `is_current`
+// is false if the groups can't be read, or if parameters, options or states differ from the
+// registered ones. Python then registers the parameters again.
+struct Operation : Session {
   PlanOfPython& mine;
-  Plan::Lock lock;
   py::object states;
-  std::optional<Groups> groups;
   bool is_current = false;
 
-  Operation(PlanOfPython& plan, py::handle step_plan, py::handle optimizer, const char* operation)
-      : mine(plan), lock(mine.plan, operation), states(py::getattr(optimizer, mine.names.state)) {
+  Operation(PlanOfPython& mine, py::handle step_plan, py::handle optimizer, const char* operation)
+      : Session(mine.plan, operation),
+        mine(mine),
+        states(py::getattr(optimizer, mine.names.state)) {
     try {
-      groups.emplace(mine.groups_of(optimizer));
-      is_current = mine.states.unchanged_in(states) && mine.plan.params().is_for(groups->specs) &&
-                   take_params();
+      const std::vector<py::dict> groups = mine.read_groups(*this, optimizer);
+      is_current = mine.states.unchanged_in(states) &&
+                   take_params([&](const auto& take) { return for_each_param(groups, take); });
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt, for example
     } catch (const std::exception&) {
     }
-    if (!is_current || !mine.plan.params().has_shards()) return;
+    if (!is_current || !plan.params().has_shards()) return;
     for (const py::handle shard : step_plan.attr("shards")()) {
       auto [index, param, grad] = py::cast<std::tuple<int64_t, at::Tensor, OptionalTensor>>(shard);
-      mine.plan.params().set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
+      plan.params().set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
     }
   }
 
-  GradientOptions options(OptionalTensor grad_scale, OptionalTensor found_inf,
-                          OptionalTensor sum_of_squares) const {
-    const optim::ClippingOptions& shared = groups->shared;
-    return {std::move(grad_scale),
-            std::move(found_inf),
-            shared.max_grad_norm,
-            std::move(sum_of_squares),
-            {},
-            shared.skip_nonfinite};
-  }
-
-  // Passes all parameters to the plan. Returns false if they are not the registered ones, or if
-  // "params" is an iterator or a set: reading these again may give other parameters.
-  bool take_params() {
-    ParamTable& table = mine.plan.params();
-    size_t index = 0;
-    int64_t group_index = 0;
-    for (const py::dict& group : groups->dicts) {
-      PyObject* const registered = PyDict_GetItemWithError(group.ptr(), mine.described->params);
+  // Returns false if a call of `take` does, or if "params" is an iterator or a set: reading these
+  // again may give other parameters.
+  template <typename Take>
+  bool for_each_param(const std::vector<py::dict>& groups, const Take& take) const {
+    for (size_t group = 0; group < groups.size(); ++group) {
+      PyObject* const registered =
+          PyDict_GetItemWithError(groups[group].ptr(), mine.described->params);
       if (registered == nullptr || PyIter_Check(registered) || PyAnySet_Check(registered))
         return false;
       const auto params = py::reinterpret_steal<py::object>(
           PySequence_Fast(registered, "params must be an iterable of tensors"));
       if (!params) throw py::error_already_set();
       PyObject** const items = PySequence_Fast_ITEMS(params.ptr());
-      const Py_ssize_t size = PySequence_Fast_GET_SIZE(params.ptr());
-      for (Py_ssize_t i = 0; i < size; ++i, ++index) {
-        if (index == table.slots().size() || table.slots()[index].object != items[i]) return false;
-        const at::Tensor& param = THPVariable_Unpack(items[i]);
-        if (!table.take_param(index, group_index, items[i], param)) return false;
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(params.ptr()); ++i) {
+        const auto param = [&]() -> const at::Tensor& { return THPVariable_Unpack(items[i]); };
+        if (!take(static_cast<int64_t>(group), items[i], param)) return false;
       }
-      ++group_index;
     }
-    return index == table.slots().size();
+    return true;
   }
 };
 
@@ -238,15 +213,15 @@ void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
         rows) {
-  const Plan::Lock lock(mine.plan, operation);
-  Groups groups = mine.groups_of(optimizer);
+  Session session(mine.plan, operation);
+  mine.read_groups(session, optimizer);
   std::vector<ParamTable::Param> params;
   for (const auto& [group, index, param, partition, global_offset] : rows) {
     params.push_back({group, index, param.ptr(), partition, global_offset});
   }
   mine.states.clear();
   mine.state_keys = py::set();
-  mine.plan.register_params(std::move(groups.specs), params);
+  mine.plan.register_params(std::move(session.specs), params);
 }
 
 // Results of a scan for Python: for each device and partition found_inf, first_nonfinite, the
@@ -254,43 +229,45 @@ void register_params(
 using Found =
     std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor, OptionalTensor>>;
 
-OptionalTensor if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-Found found_in(const std::vector<GradScanResult>& results) {
+py::object found_in(const std::vector<GradScanResult>& results) {
   Found found;
   for (const GradScanResult& result : results) {
     found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
                        if_defined(result.sum_of_squares), if_defined(result.squares_of_params));
   }
-  return found;
+  return py::cast(found);
 }
 
-std::optional<Found> scan(PlanOfPython& mine, const py::object& step_plan,
-                          const py::object& optimizer, const at::Tensor& found_inf,
-                          const OptionalTensor& grad_scale) {
+py::object scan(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+                const at::Tensor& found_inf, const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "scan_gradients");
-  if (!operation.is_current) return std::nullopt;
-  const py::gil_scoped_release release;
-  return found_in(mine.plan.scan(found_inf, grad_scale, operation.groups->shared));
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
+  std::vector<GradScanResult> results;
+  {
+    const py::gil_scoped_release release;
+    results = mine.plan.scan(found_inf, grad_scale, operation.clipping);
+  }
+  return found_in(results);
 }
 
 // Scans the gradients for an inspection, from flags of 0, and stores nothing for the next step.
-std::optional<Found> scan_for_inspection(PlanOfPython& mine, const py::object& step_plan,
-                                         const py::object& optimizer,
-                                         const OptionalTensor& grad_scale) {
+py::object scan_for_inspection(PlanOfPython& mine, const py::object& step_plan,
+                               const py::object& optimizer, const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "inspect");
-  if (!operation.is_current) return std::nullopt;
-  const py::gil_scoped_release release;
-  return found_in(scan_without_recording(mine.plan, grad_scale, operation.groups->shared));
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
+  std::vector<GradScanResult> results;
+  {
+    const py::gil_scoped_release release;
+    results = scan_without_recording(mine.plan, grad_scale, operation.clipping);
+  }
+  return found_in(results);
 }
 
-std::optional<bool> gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
-                                           const py::object& optimizer) {
+py::object gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
+                                  const py::object& optimizer) {
   const Operation operation(mine, step_plan, optimizer, "step");
-  if (!operation.is_current) return std::nullopt;
-  return mine.plan.params().gradients_were_written();
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
+  return py::bool_(mine.plan.params().gradients_were_written());
 }
 
 // Warns before the step writes anything, because a warning filter may raise an exception.
@@ -306,30 +283,26 @@ void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
   }
 }
 
-// Takes a step. Returns nullopt if the parameters must be registered again, false if the sums of
-// squares over all ranks are needed but missing, and true after the step.
-std::optional<bool> step(PlanOfPython& mine, const py::object& step_plan,
-                         const py::object& optimizer, const py::object& amp_context,
-                         OptionalTensor grad_scale, OptionalTensor found_inf,
-                         OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
+py::object step(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+                const py::object& amp_context, OptionalTensor grad_scale, OptionalTensor found_inf,
+                OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
   Operation operation(mine, step_plan, optimizer, "step");
-  if (!operation.is_current) return std::nullopt;
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   Plan& plan = mine.plan;
-  const StepNorms norms = plan.norms(operation.groups->shared.max_grad_norm,
+  const StepNorms norms = plan.norms(operation.clipping.max_grad_norm,
                                      {sum_of_squares.has_value(), squares_of_params.has_value()});
-  if (norms.comes_from(NormSource::kAllRanks)) return false;
-  GradientOptions options =
-      operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
+  if (norms.comes_from(NormSource::kAllRanks)) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
+  GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
+                                                       std::move(sum_of_squares));
   warn_of_uncounted_write(plan, optimizer);
   StatesOfPython store(operation, step_plan, amp_context);
   try {
-    plan.step(operation.groups->table, std::move(options), store,
-              squares_of_params.value_or(at::Tensor()));
+    plan.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()));
   } catch (...) {
     store.take_back();
     throw;
   }
-  return true;
+  return mine.answer(PlanAnswer::kDone);
 }
 
 // Initializes states for a trial step, which runs without the GIL, so make() must acquire it.
@@ -343,23 +316,27 @@ class StatesOfTrial : public StatesOfPython {
   }
 };
 
-// Returns what a step would do, or nullopt or false for the same reasons as step(). `is_in_step` is
-// true if the step itself inspects, which allows gradients that were already used.
-std::optional<std::variant<bool, InspectedStep>> inspect(
-    PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
-    OptionalTensor grad_scale, OptionalTensor found_inf, OptionalTensor sum_of_squares,
-    bool is_in_step) {
+// Returns an InspectedStep, or an answer as step() does. `is_in_step` is true if the step itself
+// inspects, which allows gradients that were already used.
+py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+                   OptionalTensor grad_scale, OptionalTensor found_inf,
+                   OptionalTensor sum_of_squares, bool is_in_step) {
   Operation operation(mine, step_plan, optimizer, "inspect");
-  if (!operation.is_current) return std::nullopt;
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   if (!is_in_step) mine.plan.last_step().check_is_before_step(mine.plan.params());
   const StepNorms norms =
-      mine.plan.norms(operation.groups->shared.max_grad_norm, {sum_of_squares.has_value(), false});
-  if (norms.reads_total && norms.total == NormSource::kAllRanks) return false;
-  GradientOptions options =
-      operation.options(std::move(grad_scale), std::move(found_inf), std::move(sum_of_squares));
+      mine.plan.norms(operation.clipping.max_grad_norm, {sum_of_squares.has_value(), false});
+  if (norms.reads_total && norms.total == NormSource::kAllRanks)
+    return mine.answer(PlanAnswer::kNeedsGlobalNorm);
+  GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
+                                                       std::move(sum_of_squares));
   StatesOfTrial store(operation, step_plan, py::none());
-  const py::gil_scoped_release release;
-  return inspect_step(mine.plan, operation.groups->table, std::move(options), store);
+  InspectedStep inspected;
+  {
+    const py::gil_scoped_release release;
+    inspected = inspect_step(mine.plan, operation.table, std::move(options), store);
+  }
+  return py::cast(std::move(inspected));
 }
 
 // Returns (skipped, [((group, index), (norm, update_norm, ...)), ...]) of params with gradients.
@@ -387,13 +364,11 @@ const std::pair<const char*, AverageMethod> kAverageMethods[] = {
     {"restart_average", &WeightAverages::restart},
     {"swap_average", &WeightAverages::swap_in}};
 
-// Calls a method of the averages with an optimizer's present weights. Returns nullopt if the
-// parameters must be registered again, and true after the call.
-std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
-                            const py::object& optimizer, const char* name, WeightAverages& averages,
-                            AverageMethod method) {
+// Calls a method of the averages with an optimizer's present weights.
+py::object average(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
+                   const char* name, WeightAverages& averages, AverageMethod method) {
   Operation operation(mine, step_plan, optimizer, name);
-  if (!operation.is_current) return std::nullopt;
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   MastersByParam masters;
   const std::vector<int64_t> indices = mine.plan.params().params_without_state();
   if (!indices.empty()) {
@@ -401,7 +376,7 @@ std::optional<bool> average(PlanOfPython& mine, const py::object& step_plan,
   }
   const py::gil_scoped_release release;
   (averages.*method)(mine.plan, masters);
-  return true;
+  return mine.answer(PlanAnswer::kDone);
 }
 
 void define_averages(py::module_& module) {
@@ -429,6 +404,8 @@ void define_plan(py::module_& module) {
       .def_readwrite("sums", &InspectedStep::sums)
       .def("read", &read_inspection);
   define_averages(module);
+  const std::vector<std::string> answers{"REGISTER_PARAMS", "NEEDS_GLOBAL_NORM", "DONE"};
+  module.attr("PlanAnswer") = py::module_::import("enum").attr("Enum")("PlanAnswer", answers);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython> plan(module, "Plan");
   for (const auto& [name, method] : kAverageMethods) {

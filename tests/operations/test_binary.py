@@ -21,15 +21,21 @@ def public(names: Any) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+def name_of_member(node: ast.stmt) -> str:
+    if isinstance(node, ast.FunctionDef):
+        return node.name
+    return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+
+
 def classes_of_stub() -> dict[str, dict[str, ast.AST]]:
     """Returns for every class its members, inherited ones too."""
     members: dict[str, dict[str, ast.AST]] = {}
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.ClassDef):
             defined = [n for n in node.body if not isinstance(n, ast.Expr)]  # "..." of none
-            own = {getattr(n, "name", None) or n.target.id: n for n in defined}
+            own = {name_of_member(n): n for n in defined}
             for base in node.bases:
-                own = {**members[base.id], **own}
+                own = {**members.get(ast.unparse(base), {}), **own}
             members[node.name] = own
     return members
 

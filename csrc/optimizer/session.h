@@ -1,0 +1,71 @@
+// One operation of an optimizer on its plan, for the optimizers of Python and of C++.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/options.h>
+
+#include <utility>
+#include <vector>
+
+#include "optimizer/group_table.h"
+#include "optimizer/optimizer_description.h"
+#include "optimizer/plan.h"
+#include "optimizer/states.h"
+
+namespace amp_ext {
+
+// What the caller of an operation must do next.
+enum class PlanAnswer {
+  kRegisterParams,   // parameters or options have changed: register the parameters, then ask again
+  kNeedsGlobalNorm,  // add up the sums of squares over all ranks, and pass them
+  kDone,
+};
+
+inline OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// Holds the lock of the plan, and the options of the parameter groups once they are read.
+struct AMP_EXT_API Session {
+  Session(Plan& plan, const char* operation) : plan(plan), lock(plan, operation) {}
+
+  // Reads the options of all groups. Throws if the clipping options of groups differ.
+  void read(const optim::OptimizerDescription& description,
+            const std::vector<const optim::GroupOptions*>& groups);
+
+  // Passes all parameters to the plan. `for_each_param` calls its argument with the group and the
+  // identity of each parameter, and with a function that returns the tensor, until the call returns
+  // false. Returns false if the parameters or the options differ from the registered ones.
+  template <typename ForEachParam>
+  bool take_params(const ForEachParam& for_each_param) {
+    if (!plan.params().is_for(specs)) return false;
+    const std::vector<ParamSlot>& slots = plan.params().slots();
+    size_t index = 0;
+    const bool are_registered =
+        for_each_param([&](int64_t group, const void* object, const auto& param) {
+          if (index == slots.size() || slots[index].object != object || slots[index].group != group)
+            return false;
+          return plan.params().take_param(index++, param());
+        });
+    return are_registered && index == slots.size();
+  }
+
+  GradientOptions gradient_options(OptionalTensor grad_scale, OptionalTensor found_inf,
+                                   OptionalTensor sum_of_squares = {}) const {
+    return {std::move(grad_scale),
+            std::move(found_inf),
+            clipping.max_grad_norm,
+            std::move(sum_of_squares),
+            {},
+            clipping.skip_nonfinite};
+  }
+
+  Plan& plan;
+  Plan::Lock lock;
+  optim::ClippingOptions clipping;
+  GroupTable table;
+  std::vector<optim::StateSpec> specs;  // [groups]
+};
+
+}  // namespace amp_ext
