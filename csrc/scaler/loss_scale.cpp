@@ -212,15 +212,15 @@ LogMessages LossScale::messages() {
   if (scale.is_cpu()) messages.scale_is_too_small = must_warn_of(scale.item().toDouble());
   if (monitor_ == nullptr) return messages;
   const ScalerSummary report = monitor_->read();
-  if (!warned_of_settling_ && report.settled_after >= 0) {
-    warned_of_settling_ = true;
+  if (!warned_of_.settling && report.settled_after >= 0) {
+    warned_of_.settling = true;
     messages.settled = c10::str("GradScaler: the loss scale settled at ", report.settled_scale,
                                 " after ", report.settled_after, " skipped updates");
   }
   if (report.consecutive_skips < warn_after) {
-    warned_of_skips_ = false;
-  } else if (!warned_of_skips_) {
-    warned_of_skips_ = true;
+    warned_of_.skips = false;
+  } else if (!warned_of_.skips) {
+    warned_of_.skips = true;
     const bool is_of_these = report.nonfinite_update > report.updates - report.consecutive_skips;
     const std::string name = is_of_these ? name_of_nonfinite(report) : std::string();
     messages.skips =
@@ -250,8 +250,8 @@ void LossScale::check_scales() {
   if (monitor_ == nullptr) return;
   const ScalerSummary report = monitor_->read();
   if (report.nonfinite_index != kScalesDiffer) return;
-  if (report.nonfinite_update <= warned_of_different_scales_) return;
-  warned_of_different_scales_ = report.nonfinite_update;
+  if (report.nonfinite_update <= warned_of_.different_scales) return;
+  warned_of_.different_scales = report.nonfinite_update;
   TORCH_CHECK(false,
               "GradScaler: the scale differs between the ranks of process_group, so all ranks "
               "skipped their steps; on this rank it is ",

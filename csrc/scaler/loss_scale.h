@@ -152,9 +152,12 @@ class AMP_EXT_API LossScale {
   std::deque<ReportSlot> report_slots_;  // by slot
   std::unique_ptr<ScalerMonitor> monitor_;
   at::Tensor no_overflow_;  // [] float32, always 0
-  bool warned_of_settling_ = false;
-  bool warned_of_skips_ = false;
-  int64_t warned_of_different_scales_ = 0;  // number of the last update that check_scales reported
+  // Messages that were already given.
+  struct {
+    bool settling = false;
+    bool skips = false;
+    int64_t different_scales = 0;  // number of the last update that check_scales() reported
+  } warned_of_;
 };
 
 }  // namespace amp_ext
