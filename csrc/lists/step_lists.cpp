@@ -49,7 +49,7 @@ void step_once(ParamTable& params, GroupTable& table, GradientOptions options) {
   const StepNorms norms =
       norms_of_step({options.max_grad_norm}, {options.sum_of_squares.has_value()}, {}, false);
   StepScratch scratch;
-  GradScans().take(params, options, norms, scratch).add_to(options, norms);
+  GradScans().take(params, options, norms, scratch);
   const std::vector<StepBatch> batches = prepare_step(
       params.checks(), params.slots(), table, {std::move(options), norms.reads_total}, scratch);
   StepOutcome outcome;

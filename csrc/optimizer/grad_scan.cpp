@@ -45,8 +45,8 @@ GradScan& scan_of(std::vector<GradScan>& scans, const ParamTable& params, const 
                                                      /*non_blocking=*/!device.is_cpu(),
                                                      /*copy=*/true)
                               : at::zeros({}, float32);
-  if (inputs.sums_squares) scan.result.sum_of_squares = at::zeros({}, float64);
-  if (inputs.sums_squares_of_params) {
+  if (inputs.norms.wants_total()) scan.result.sum_of_squares = at::zeros({}, float64);
+  if (inputs.norms.wants_each()) {
     const auto size = static_cast<int64_t>(params.slots().size());
     scan.result.squares_of_params = at::full({size}, std::nan(""), float64);
   }
@@ -110,23 +110,6 @@ std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& i
   return scans;
 }
 
-void ScansOfStep::add_to(GradientOptions& options, const StepNorms& norms) const {
-  if (scans.empty()) return;
-  const at::Device device = scans.front().result.found_inf.device();
-  const bool adds_squares = norms.wants_total() && !options.sum_of_squares.has_value();
-  for (const GradScan& scan : scans) {
-    if (adds_squares) {
-      const at::Tensor here = to_device(scan.result.sum_of_squares, device);
-      options.sum_of_squares =
-          options.sum_of_squares.has_value() ? options.sum_of_squares->add(here) : here;
-    }
-    if (are_new && options.found_inf.has_value()) {
-      const at::Tensor here = to_device(scan.result.found_inf, device);
-      options.found_inf = scalar_on(device, *options.found_inf).add(here);
-    }
-  }
-}
-
 std::vector<GradScanResult> GradScans::scan(ParamTable& params, const GradScanInputs& inputs,
                                             StepScratch& scratch) {
   const at::NoGradGuard no_grad;
@@ -166,20 +149,30 @@ KnownSums GradScans::sums() const {
 //   without sums of squares   no        no          no            yes
 //   with sums of squares      no        no          no            no
 //   a gradient changed since  no        yes         yes           yes
-ScansOfStep GradScans::take(ParamTable& params, const GradientOptions& options,
-                            const StepNorms& norms, StepScratch& scratch) {
-  ScansOfStep taken;
-  std::swap(taken.scans, scans_);
-  const bool is_out_of_date = !taken.scans.empty() && !params.gradients_are_as_seen();
-  taken.are_new = is_out_of_date ? norms.wants_total() || options.found_inf.has_value()
-                                 : norms.comes_from(NormSource::kNewScan) ||
-                                       norms.comes_from(NormSource::kAllRanks);
-  if (is_out_of_date) taken.scans.clear();
-  if (taken.are_new) {
-    taken.scans = scan_gradients(
-        params, {{}, {}, options.skip_nonfinite, norms.wants_total(), norms.wants_each()}, scratch);
+std::vector<GradScan> GradScans::take(ParamTable& params, GradientOptions& options,
+                                      const StepNorms& norms, StepScratch& scratch) {
+  std::vector<GradScan> scans;
+  std::swap(scans, scans_);
+  const bool is_out_of_date = !scans.empty() && !params.gradients_are_as_seen();
+  const bool are_new = is_out_of_date ? norms.wants_total() || options.found_inf.has_value()
+                                      : norms.comes_from(NormSource::kNewScan) ||
+                                            norms.comes_from(NormSource::kAllRanks);
+  if (is_out_of_date) scans.clear();
+  if (are_new) scans = scan_gradients(params, {{}, {}, options.skip_nonfinite, norms}, scratch);
+  const bool adds_squares = norms.wants_total() && !options.sum_of_squares.has_value();
+  for (const GradScan& scan : scans) {
+    const at::Device device = scans.front().result.found_inf.device();
+    if (adds_squares) {
+      const at::Tensor here = to_device(scan.result.sum_of_squares, device);
+      options.sum_of_squares =
+          options.sum_of_squares.has_value() ? options.sum_of_squares->add(here) : here;
+    }
+    if (are_new && options.found_inf.has_value()) {
+      const at::Tensor here = to_device(scan.result.found_inf, device);
+      options.found_inf = scalar_on(device, *options.found_inf).add(here);
+    }
   }
-  return taken;
+  return scans;
 }
 
 }  // namespace amp_ext

@@ -75,26 +75,15 @@ StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
 
 // Inputs of a scan of the gradients.
 struct GradScanInputs {
-  OptionalTensor found_inf;             // the flag before the scan; nullopt stands for 0
-  OptionalTensor grad_scale;            // the scale that the gradients carry, if any
-  bool skip_nonfinite = false;          // leave elements that are inf or NaN out of the sums
-  bool sums_squares = false;            // compute GradScanResult::sum_of_squares
-  bool sums_squares_of_params = false;  // compute GradScanResult::squares_of_params
+  OptionalTensor found_inf;   // the flag before the scan; nullopt stands for 0
+  OptionalTensor grad_scale;  // the scale that the gradients carry, if any
+  bool skip_nonfinite;        // leave elements that are inf or NaN out of the sums
+  StepNorms norms;            // which sums to compute
 };
 
 // Scans all gradients of a table. The results have no first_nonfinite.
 std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,
                                      StepScratch& scratch);
-
-// The scans that a step uses.
-struct ScansOfStep {
-  std::vector<GradScan> scans;
-  bool are_new = false;  // whether the step itself scanned the gradients
-
-  // Adds the sums of squares to the options of the step if it wants their sum, and also the flags,
-  // unless the given found_inf already includes them.
-  void add_to(GradientOptions& options, const StepNorms& norms) const;
-};
 
 // The scans of an optimizer's gradients. The next step uses their results if no gradient changes.
 class AMP_EXT_API GradScans {
@@ -108,9 +97,11 @@ class AMP_EXT_API GradScans {
                                    StepScratch& scratch);
 
   // Returns the scans that a step uses, and forgets them: those of scan(), or new ones if it lacks
-  // sums, or if it uses what scan() found and a gradient has changed since.
-  ScansOfStep take(ParamTable& params, const GradientOptions& options, const StepNorms& norms,
-                   StepScratch& scratch);
+  // sums, or if it uses what scan() found and a gradient has changed since. Adds the sum of squares
+  // to the options of the step if it wants the sum, and the flags of new scans if the step has a
+  // found_inf.
+  std::vector<GradScan> take(ParamTable& params, GradientOptions& options, const StepNorms& norms,
+                             StepScratch& scratch);
 
   // Returns which sums the last scan has.
   KnownSums sums() const;

@@ -168,11 +168,9 @@ std::vector<GradScanResult> scan_without_recording(const Plan& plan,
   const StepNorms norms = plan.norms(options.max_grad_norm);
   StepScratch scratch;
   std::vector<GradScanResult> results;
-  for (GradScan& scan : scan_gradients(
-           params,
-           {{}, grad_scale, options.skip_nonfinite, norms.wants_total(), norms.wants_each()},
-           scratch)) {
-    results.push_back(std::move(scan.result));
+  for (const GradScan& scan :
+       scan_gradients(params, {{}, grad_scale, options.skip_nonfinite, norms}, scratch)) {
+    results.push_back(scan.result);
   }
   return results;
 }
@@ -189,7 +187,7 @@ InspectedStep inspect_step(const Plan& plan, GroupTable& table, GradientOptions 
     ParamTable params = copy_of(plan.params());
     GradScans scans = plan.scans();
     StepScratch scratch;
-    scans.take(params, options, norms, scratch).add_to(options, norms);
+    scans.take(params, options, norms, scratch);
   }
   const StepInputs inputs{std::move(options), norms.reads_total, plan.outputs().guard()};
   const std::vector<ParamSlot>& slots = plan.params().slots();

@@ -26,48 +26,45 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
     slot.global_offset = slot.args.global_offset = param.global_offset;
     has_shards_ |= slot.is_sharded;
     is_partitioned_ |= slot.partition != 0;
-    const auto rounded = rounded_params_.find(slot.object);
-    if (rounded != rounded_params_.end()) {
-      slot.param_of_master = rounded->second.param;
-      slot.fingerprints[kParam] = rounded->second.fingerprint;
-    }
-    const auto scaled = scaled_grads_.find(slot.object);
-    if (scaled != scaled_grads_.end()) {
-      slot.seen_grad = scaled->second.grad;
-      slot.seen_grad_data = scaled->second.data;
-      slot.seen_grad_is_scaled = true;
-    }
+    const auto found = remembered_.find(slot.object);
+    if (found == remembered_.end()) continue;
+    slot.param_of_master = found->second.param_of_master;
+    slot.fingerprints[kParam] = found->second.fingerprint;
+    slot.seen_grad = found->second.scaled_grad;
+    slot.seen_grad_data = found->second.scaled_grad_data;
+    slot.seen_grad_is_scaled = slot.seen_grad.has_value();
   }
   memory_is_checked_ = false;
 }
 
 void ParamTable::drop_slots() {
-  rounded_params_ = rounded_params();
-  scaled_grads_ = scaled_grads();
+  remembered_ = remembered();
   specs_.clear();
   slots_.clear();
   is_partitioned_ = false;
   written_storages_.clear();
 }
 
-std::unordered_map<const void*, ParamTable::RoundedParam> ParamTable::rounded_params() const {
-  if (slots_.empty()) return rounded_params_;
-  std::unordered_map<const void*, RoundedParam> rounded;
+std::unordered_map<const void*, ParamTable::Remembered> ParamTable::remembered() const {
+  if (slots_.empty()) return remembered_;
+  std::unordered_map<const void*, Remembered> all;
   for (const ParamSlot& slot : slots_) {
-    if (!slot.param_of_master.has_value()) continue;
-    rounded.insert({slot.object, {*slot.param_of_master, slot.fingerprints[kParam]}});
+    Remembered& one = all[slot.object];
+    one.param_of_master = slot.param_of_master;
+    if (slot.param_of_master.has_value()) one.fingerprint = slot.fingerprints[kParam];
+    if (!slot.seen_grad_is_scaled) continue;
+    one.scaled_grad = slot.seen_grad;
+    one.scaled_grad_data = slot.seen_grad_data;
   }
-  return rounded;
+  return all;
 }
 
-std::unordered_map<const void*, ParamTable::ScaledGrad> ParamTable::scaled_grads() const {
-  if (slots_.empty()) return scaled_grads_;
-  std::unordered_map<const void*, ScaledGrad> scaled;
-  for (const ParamSlot& slot : slots_) {
-    if (!slot.seen_grad.has_value() || !slot.seen_grad_is_scaled) continue;
-    scaled.insert({slot.object, {*slot.seen_grad, slot.seen_grad_data}});
+void ParamTable::take_scaled_grads(const ParamTable& before) {
+  remembered_ = before.remembered();
+  for (auto& [object, one] : remembered_) {
+    one.param_of_master.reset();
+    one.fingerprint = {};
   }
-  return scaled;
 }
 
 void ParamTable::replace_slots(std::vector<ParamSlot> slots) {
@@ -267,7 +264,9 @@ void ParamTable::forget_writes(const std::unordered_map<const void*, int64_t>& w
   for (ParamSlot& slot : slots_) {
     if (slot.param_of_master.has_value()) forget(slot.object, *slot.param_of_master);
   }
-  for (auto& [object, rounded] : rounded_params_) forget(object, rounded.param);
+  for (auto& [object, one] : remembered_) {
+    if (one.param_of_master.has_value()) forget(object, *one.param_of_master);
+  }
 }
 
 }  // namespace amp_ext

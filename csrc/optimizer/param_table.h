@@ -60,7 +60,7 @@ class AMP_EXT_API ParamTable {
   void drop_slots();
 
   // Copies from an earlier table of this optimizer which gradients still carry a loss scale.
-  void take_scaled_grads(const ParamTable& before) { scaled_grads_ = before.scaled_grads(); }
+  void take_scaled_grads(const ParamTable& before);
 
   // Replaces all slots by copies of slots of another table, for a trial of a step.
   void replace_slots(std::vector<ParamSlot> slots);
@@ -95,7 +95,7 @@ class AMP_EXT_API ParamTable {
 
   // Checks all tensors that a step of `slots` would use, and brings these slots up to date. Throws
   // if memory is shared, or if a gradient still carries an earlier loss scale, unless that is
-  // allowed. The present tensors of all parameters must be set.
+  // allowed. Tensors that are not set are left out of the search for shared memory.
   void check_for_step(Slots slots, const GroupTable& table, bool allows_scaled_grads);
 
   // True if every gradient is the one that the last scan has read, and was not written since.
@@ -116,21 +116,18 @@ class AMP_EXT_API ParamTable {
   void forget_writes(const std::unordered_map<const void*, int64_t>& writes);
 
  private:
-  // A parameter as it was when its master was last rounded to it; survives register_params(). If
-  // the parameter is unchanged since, the next step uses the master, even if a user wrote to it.
-  struct RoundedParam {
-    SeenTensor param;
+  // What register_params() keeps of a parameter.
+  struct Remembered {
+    // The parameter when its master was last rounded to it, with its fingerprint. If the parameter
+    // is unchanged since, the next step uses the master, even if a user wrote to it.
+    std::optional<SeenTensor> param_of_master;
     Fingerprint fingerprint;
+    // A gradient that a step with a loss scale used. It carries the scale until it is written.
+    std::optional<SeenTensor> scaled_grad;
+    const void* scaled_grad_data = nullptr;  // address of its first element
   };
 
-  // A gradient that a step with a loss scale used. It carries the scale until it is written.
-  struct ScaledGrad {
-    SeenTensor grad;
-    const void* data;  // address of its first element
-  };
-
-  std::unordered_map<const void*, RoundedParam> rounded_params() const;
-  std::unordered_map<const void*, ScaledGrad> scaled_grads() const;
+  std::unordered_map<const void*, Remembered> remembered() const;
   OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_slot(ParamSlot& slot, const GroupTable& table);
   // Updates other views of a parameter whose storage was a lazy clone and got memory of its own.
@@ -146,9 +143,7 @@ class AMP_EXT_API ParamTable {
   bool is_partitioned_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
-  // Data of the slots that were dropped last, by Param::object; for register_params().
-  std::unordered_map<const void*, RoundedParam> rounded_params_;
-  std::unordered_map<const void*, ScaledGrad> scaled_grads_;
+  std::unordered_map<const void*, Remembered> remembered_;  // of dropped slots, by Param::object
 };
 
 }  // namespace amp_ext

@@ -97,10 +97,7 @@ std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
                                        const optim::ClippingOptions& options) {
   const StepNorms norms = this->norms(options.max_grad_norm);
-  return scans_.scan(
-      params_,
-      {found_inf, grad_scale, options.skip_nonfinite, norms.wants_total(), norms.wants_each()},
-      scratch_);
+  return scans_.scan(params_, {found_inf, grad_scale, options.skip_nonfinite, norms}, scratch_);
 }
 
 // Makes all checks and allocations before the first launch, because a launch can't be undone.
@@ -112,18 +109,17 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       options.max_grad_norm, {options.sum_of_squares.has_value(), squares_of_params.defined()});
   options.grad_norm = outputs_.allocate_norms(params_, norms);
   check_step(params_, slots, table, options, store);
-  const ScansOfStep scans = scans_.take(params_, options, norms, scratch_);
-  scans.add_to(options, norms);
+  const std::vector<GradScan> scans = scans_.take(params_, options, norms, scratch_);
   const bool had_scale = options.grad_scale.has_value();
   const StepInputs inputs{std::move(options), norms.reads_total, outputs_.guard()};
   std::vector<StepBatch> batches = prepare_step(params_.checks(), slots, table, inputs, scratch_);
   const StepOutputs::Unfinished unfinished =
-      outputs_.prepare(params_, norms, inputs, scans.scans, squares_of_params, batches);
+      outputs_.prepare(params_, norms, inputs, scans, squares_of_params, batches);
   StepOutcome outcome;
   try {
     launch_step(batches, table, scratch_, outcome);
     outputs_.finish(unfinished);
-    params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.scans.empty());
+    params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.empty());
     last_step_.remember(params_);
   } catch (...) {
     failure_ = outcome.text();

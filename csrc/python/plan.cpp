@@ -166,6 +166,7 @@ class StatesOfPython : public StateStore {
       : operation_(operation), plan_(step_plan), amp_context_(amp_context) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
+    const py::gil_scoped_acquire acquire;  // inspections run without the GIL
     const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
     made_ = found[0];
     std::vector<ParamState> states;
@@ -224,43 +225,40 @@ void register_params(
   mine.plan.register_params(std::move(session.specs), params);
 }
 
-// Results of a scan for Python: for each device and partition found_inf, first_nonfinite, the
-// number of the partition, sum_of_squares and squares_of_params.
-using Found =
-    std::vector<std::tuple<at::Tensor, at::Tensor, int64_t, OptionalTensor, OptionalTensor>>;
-
-py::object found_in(const std::vector<GradScanResult>& results) {
-  Found found;
-  for (const GradScanResult& result : results) {
-    found.emplace_back(result.found_inf, result.first_nonfinite, result.partition,
-                       if_defined(result.sum_of_squares), if_defined(result.squares_of_params));
+// Runs a scan without the GIL. Returns for each device and partition found_inf, first_nonfinite,
+// the number of the partition, sum_of_squares and squares_of_params.
+template <typename Scan>
+py::object run_scan(Operation& operation, const Scan& scan) {
+  if (!operation.is_current) return operation.mine.answer(PlanAnswer::kRegisterParams);
+  std::vector<GradScanResult> results;
+  {
+    const py::gil_scoped_release release;
+    results = scan(operation.plan, operation.clipping);
   }
-  return py::cast(found);
+  py::list found;
+  for (const GradScanResult& result : results) {
+    found.append(py::make_tuple(result.found_inf, result.first_nonfinite, result.partition,
+                                if_defined(result.sum_of_squares),
+                                if_defined(result.squares_of_params)));
+  }
+  return found;
 }
 
 py::object scan(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
                 const at::Tensor& found_inf, const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "scan_gradients");
-  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  std::vector<GradScanResult> results;
-  {
-    const py::gil_scoped_release release;
-    results = mine.plan.scan(found_inf, grad_scale, operation.clipping);
-  }
-  return found_in(results);
+  return run_scan(operation, [&](Plan& plan, const optim::ClippingOptions& clipping) {
+    return plan.scan(found_inf, grad_scale, clipping);
+  });
 }
 
 // Scans the gradients for an inspection, from flags of 0, and stores nothing for the next step.
 py::object scan_for_inspection(PlanOfPython& mine, const py::object& step_plan,
                                const py::object& optimizer, const OptionalTensor& grad_scale) {
   Operation operation(mine, step_plan, optimizer, "inspect");
-  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  std::vector<GradScanResult> results;
-  {
-    const py::gil_scoped_release release;
-    results = scan_without_recording(mine.plan, grad_scale, operation.clipping);
-  }
-  return found_in(results);
+  return run_scan(operation, [&](const Plan& plan, const optim::ClippingOptions& clipping) {
+    return scan_without_recording(plan, grad_scale, clipping);
+  });
 }
 
 py::object gradients_were_written(PlanOfPython& mine, const py::object& step_plan,
@@ -305,17 +303,6 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   return mine.answer(PlanAnswer::kDone);
 }
 
-// Initializes states for a trial step, which runs without the GIL, so make() must acquire it.
-class StatesOfTrial : public StatesOfPython {
- public:
-  using StatesOfPython::StatesOfPython;
-
-  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    const py::gil_scoped_acquire acquire;
-    return StatesOfPython::make(indices);
-  }
-};
-
 // Returns an InspectedStep, or an answer as step() does. `is_in_step` is true if the step itself
 // inspects, which allows gradients that were already used.
 py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
@@ -330,7 +317,7 @@ py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::ob
     return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
-  StatesOfTrial store(operation, step_plan, py::none());
+  StatesOfPython store(operation, step_plan, py::none());
   InspectedStep inspected;
   {
     const py::gil_scoped_release release;
@@ -357,12 +344,6 @@ py::tuple read_inspection(const InspectedStep& inspected) {
   }
   return py::make_tuple(found.skipped, params);
 }
-
-const std::pair<const char*, AverageMethod> kAverageMethods[] = {
-    {"take_average", &WeightAverages::take},
-    {"list_average", &WeightAverages::list},
-    {"restart_average", &WeightAverages::restart},
-    {"swap_average", &WeightAverages::swap_in}};
 
 // Calls a method of the averages with an optimizer's present weights.
 py::object average(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
@@ -408,7 +389,12 @@ void define_plan(py::module_& module) {
   module.attr("PlanAnswer") = py::module_::import("enum").attr("Enum")("PlanAnswer", answers);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython> plan(module, "Plan");
-  for (const auto& [name, method] : kAverageMethods) {
+  const std::pair<const char*, AverageMethod> averages[] = {
+      {"take_average", &WeightAverages::take},
+      {"list_average", &WeightAverages::list},
+      {"restart_average", &WeightAverages::restart},
+      {"swap_average", &WeightAverages::swap_in}};
+  for (const auto& [name, method] : averages) {
     plan.def(
         name,
         [name, method](PlanOfPython& self, const py::object& step_plan, const py::object& optimizer,
