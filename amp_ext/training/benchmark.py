@@ -7,7 +7,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ def benchmark_precision(
         raise ValueError(f"benchmark_precision: steps must be 1 or more, got {steps}")
     if targets is not None and loss_function is None:
         raise ValueError("benchmark_precision: loss_function must be given with targets, got None")
-    configs = [
+    configs: list[Any] = [  # each normalizes the spelling of its precision
         MixedPrecisionConfig(precision=precision, initial_loss_scale=1024.0)
         for precision in precisions
     ]
@@ -132,11 +132,11 @@ def benchmark_precision(
     device = tensors[0].device if tensors else torch.device("cpu")
     samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
 
-    def name_of(config: MixedPrecisionConfig) -> Precision:
-        return cast("Precision", config.precision)  # the config has normalized the spelling
-
-    def measure(config: MixedPrecisionConfig) -> PrecisionTiming:
-        before = _start_of_memory(device)
+    def measure(config: Any) -> PrecisionTiming:
+        is_counted = device.type == "cuda"
+        if is_counted:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if is_counted else 0
         trained = copy.deepcopy(model).train()
         trainer = MixedPrecisionTrainer(
             trained,
@@ -146,12 +146,9 @@ def benchmark_precision(
         )
         batch = copy.deepcopy((inputs, targets))
         seconds = _seconds_per_step(lambda: trainer.train_step(*batch), steps)
-        return PrecisionTiming(
-            name_of(config),
-            seconds,
-            None if samples is None else samples / seconds,
-            None if before is None else torch.cuda.max_memory_allocated(device) - before,
-        )
+        speed = None if samples is None else samples / seconds
+        peak = torch.cuda.max_memory_allocated(device) - before if is_counted else None
+        return PrecisionTiming(config.precision, seconds, speed, peak)
 
     rows = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -160,7 +157,7 @@ def benchmark_precision(
                 rows.append(measure(config))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                rows.append(PrecisionTiming(name_of(config), error=text))
+                rows.append(PrecisionTiming(config.precision, error=text))
             gc.collect()  # frees the model copy before the next precision is measured
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return PrecisionBenchmark(name, samples, steps, tuple(rows))
@@ -172,14 +169,6 @@ def _seconds_per_step(step: Callable[[], object], steps: int) -> float:
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     timer.timeit(_WARM_UP_STEPS)
     return statistics.median(timer.timeit(steps).mean for _ in range(_ROUNDS))
-
-
-def _start_of_memory(device: torch.device) -> int | None:
-    """Resets the peak memory; returns the bytes that are allocated now, or None without CUDA."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 def _any_loss(output: Any) -> Tensor:

@@ -68,28 +68,23 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
             "bfloat16"
         )
     if torch.float16 in dtypes:
-        reason = f"Parameters are float16 already. {_FP16_RANGE} {_MASTERS}"
-        return PrecisionChoice("fp16", reason)
+        return PrecisionChoice("fp16", f"Parameters are float16 already. {_FP16_RANGE} {_MASTERS}")
     if torch.bfloat16 in dtypes:
-        reason = f"Parameters are bfloat16 already. {_BF16_RANGE} {_MASTERS}"
-        return PrecisionChoice("bf16", reason)
+        return PrecisionChoice("bf16", f"Parameters are bfloat16 already. {_BF16_RANGE} {_MASTERS}")
     if any(dtype.is_complex for dtype in dtypes):
-        return PrecisionChoice(
-            "fp32",
-            "Some parameters are complex: autocast leaves complex numbers alone, and gradient "
-            "scalers do not take them.",
-        )
-    if torch.float64 in dtypes:
-        return PrecisionChoice(
-            "fp32",
+        reason = "Some parameters are complex, which autocast leaves alone and scalers do not take."
+    elif torch.float64 in dtypes:
+        reason = (
             "Some parameters are float64, which autocast leaves alone: another precision would "
-            "change nothing. Convert the model with .float() first if float32 will do.",
+            "change nothing. Convert the model with .float() first if float32 will do."
         )
-    if device.type == "cuda":
+    elif device.type == "cuda":
         return _on_cuda(*torch.cuda.get_device_capability(device))
-    if device.type == "cpu":
+    elif device.type == "cpu":
         return _on_cpu()
-    return PrecisionChoice("fp32", f"Nothing is known here about devices of type {device.type!r}.")
+    else:
+        reason = f"Nothing is known here about devices of type {device.type!r}."
+    return PrecisionChoice("fp32", reason)
 
 
 def _on_cuda(major: int, minor: int) -> PrecisionChoice:
