@@ -26,6 +26,7 @@ OPENING = re.compile(
 )
 CXX_COMMENT = re.compile(r"""((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^"'])*?)//+(.*)""")
 CXX_ERROR = re.compile(r"(?:TORCH_CHECK\w*|throw py::\w+)\((.*?)\);$", re.DOTALL | re.MULTILINE)
+MARK = re.compile("namespace|noqa|type: ignore|fmt:|clang-format")
 STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 FILES = ["*.py", "*.cpp", "*.h", "*.cu", "*.cuh", ":!tests", ":!docs"]
 Lines = Iterator[tuple[int, str, str]]
@@ -50,7 +51,7 @@ def python_comments(path: Path) -> Lines:
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:
-                yield token.start[0], token.line[: token.start[1]], token.string.lstrip("#")
+                yield token.start[0], token.line[: token.start[1]], token.string.lstrip("#:")
 
 
 def cxx_comments(path: Path) -> Lines:
@@ -109,11 +110,14 @@ def source_files() -> list[Path]:
 
 
 def all_texts() -> list[Text]:
-    """Returns all comments and docstrings outside tests and docs with more than 20 characters."""
+    """Returns all comments and docstrings outside tests and docs with more than 20 characters.
+
+    Marks for tools and the names of closed namespaces do not count.
+    """
     paths = source_files()
     found = [text for path in paths for text in comments(path)]
     found += [text for path in paths if path.suffix == ".py" for text in docstrings(path)]
-    return [text for text in found if len(text.text) > 20]
+    return [text for text in found if len(text.text) > 20 and not MARK.match(text.text)]
 
 
 def print_sample(texts: list[Text], seed: int) -> None:
