@@ -27,7 +27,7 @@ __all__ = [
     "unscaling_optimizer",
 ]
 
-# The error of torch's scaler and ours for a ``step`` without a scan.
+#: The error of torch's scaler and ours for a ``step`` without a scan.
 NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
 #: The error with which torch's scaler refuses ``closure=``.
 NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
@@ -222,7 +222,7 @@ class GradScaleAttributes:
         """Sets ``grad_scale`` and ``found_inf`` on an optimizer until :meth:`take_back` is called.
 
         Args:
-            optimizer: The optimizer, or a wrapper that delegates to it; then both are set.
+            optimizer: The optimizer, or a wrapper that delegates to it. Both get the attributes.
             amp_context: The context with the values of the attributes.
         """
         inner = _owner_of_hooks(optimizer)

@@ -26,8 +26,8 @@ OPERATORS: dict[str, Any] = {}
 _LIST = "Sequence[Tensor] | None"
 _NUMBER_OR_TENSOR = "float | Tensor"
 
-# Maps the annotation of a function's argument to the operator's arguments that replace it: suffixes
-# of their names, and their types.
+# Maps the annotation of a function's argument to the operator's arguments that replace it, by the
+# suffixes of their names: "lr: float | Tensor" becomes "lr: float" and "lr_tensor: Tensor | None".
 _TYPES: dict[str, dict[str, Any]] = {
     "Tensor": {"": Tensor},
     "Tensor | None": {"": Tensor | None},

@@ -224,8 +224,8 @@ def clip_grads_(grads: Sequence[Tensor], total_norm: Tensor, *, max_norm: float)
     Args:
         grads: Gradients of any shapes and dtypes. Multiplied in place by
             ``min(1, max_norm / (total_norm + 1e-6))``.
-        total_norm: One float32 or float64, the norm of all gradients together. Only with float64,
-            float64 gradients are multiplied in float64.
+        total_norm: One float32 or float64, the norm of all gradients together. Gradients are
+            multiplied in float32, except float64 gradients with a float64 norm.
         max_norm: Largest norm.
 
     Raises:
@@ -292,8 +292,8 @@ def update_scale_(
         growth_interval: Number of clean iterations until the scale grows.
         min_scale: Smallest value to which the scale can fall.
         max_scale: Largest value to which the scale can grow.
-        hysteresis: The scale falls at this and each later overflow since it last grew, e.g. from
-            the second on for 2.
+        hysteresis: The scale falls at the ``hysteresis``-th overflow since it last grew, e.g. the
+            third, and at each later one.
         hysteresis_tracker: One int32, the number of overflows left until the scale falls, or None
             if ``hysteresis`` is 1. Only a growth resets it.
         dynamic: If false, the scale does not change.

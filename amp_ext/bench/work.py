@@ -102,8 +102,8 @@ AVERAGED = Work("AdamW", torch.float32, average=True)
 
 #: State dtypes that take less memory than float32.
 NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
-# Work that stores masters or states in less memory. The last entry rounds as torch does, without
-# masters.
+#: Work that stores masters or states in less memory. The last entry rounds as torch does, without
+#: masters.
 LOW_MEMORY = [
     Work("AdamW", torch.bfloat16, masters="split"),
     *(

@@ -74,10 +74,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dtype: Dtype of the buffers: torch.float32, torch.bfloat16, or None for the
             parameter's dtype. "8bit-bf16" stores first moments in 8 bits, as ratios to the roots of
             the second moments, and second moments in bfloat16. "8bit" stores second moments in 8
-            bits as well, with one exponent for each 32 elements of a row. They stay in bfloat16 if
-            the parameter has fewer than 4096 elements, one dimension, a row length that is not a
-            multiple of 32, or is not contiguous. SGD and Lion have no second moments: both settings
-            store their first moments like the second moments of "8bit".
+            bits as well, with one exponent for each 32 elements of a row. Second moments stay in
+            bfloat16 if the parameter is not contiguous, or has fewer than 4096 elements, only one
+            dimension, or rows that are not a multiple of 32. SGD and Lion have no second moments:
+            both settings store their first moments like the second moments of "8bit".
         rounding: Rounding of values stored in 16 or 8 bits: "nearest" or "dither". With "dither", a
             value 30 % of the way between two storable ones is rounded up in 30 % of the steps, so
             that small changes are not lost. Applies to second moments, moments in 8 bits, bfloat16
@@ -680,7 +680,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Makes the next step store in :attr:`inspection` what :meth:`inspect` would return.
 
         Needs no scaler, and can be called at any time. If the next step has no gradients, raises an
-        error, or is skipped by the scaler without a call, the following step is inspected instead.
+        error, or is skipped before the optimizer is called, the step after it is inspected instead.
         If parameters are sharded, all ranks have to call this method.
         """
         self._plan.inspects_next = True

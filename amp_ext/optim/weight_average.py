@@ -305,8 +305,8 @@ class WeightAverage:
         """Returns the contents of the model; raises if it lacks a parameter of the optimizer."""
         if self.model is None:
             raise RuntimeError(
-                f"{operation}: this average has no model, which gives the names. Construct it "
-                "as WeightAverage(optimizer, model=model)."
+                f"{operation}: this average has no model, so its parameters have no names. "
+                "Construct it as WeightAverage(optimizer, model=model)."
             )
         self._list()
         self._check_model(operation, self.model)

@@ -12,7 +12,7 @@ from amp_ext.scaler_ranges import check_range
 
 __all__ = ["DEVICE_TYPES", "OF_TORCH", "check_flag", "check_options", "device_type_of"]
 
-# Device types that our kernels support. Others use torch's code, without limits of the scale.
+#: Device types that our kernels support. Others use torch's code, without limits of the scale.
 DEVICE_TYPES = ("cpu", "cuda")
 
 #: The options of torch's scaler that are numbers.
