@@ -124,8 +124,8 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
     args.grad = places[0];
     args.param = places[1];
     args.master_param = places[2];
-    constexpr Master kMasters[] = {Master::kNone, Master::kLow8, Master::kLow16, Master::kNone,
-                                   Master::kFloat32};
+    constexpr Master kMasters[] = {Master::kNone, Master::kResidual8, Master::kResidual16,
+                                   Master::kNone, Master::kFloat32};
     args.master = kMasters[bytes[2]];
     if (bytes[2] == 1) args.dithered |= kDithersParam;
     constexpr BufferFormat kCodes[] = {BufferFormat::kRatio8, BufferFormat::kBlockwise8};
@@ -196,10 +196,10 @@ struct Step {
   static constexpr int kBufferBytes = is_code(kFormat)                     ? 1
                                       : kFormat == BufferFormat::kBFloat16 ? 2
                                                                            : 4;
-  static constexpr int kMasterBytes = Param::kMaster == Master::kFloat32 ? 4
-                                      : Param::kMaster == Master::kLow16 ? 2
-                                      : Param::kMaster == Master::kLow8  ? 1
-                                                                         : 0;
+  static constexpr int kMasterBytes = Param::kMaster == Master::kFloat32      ? 4
+                                      : Param::kMaster == Master::kResidual16 ? 2
+                                      : Param::kMaster == Master::kResidual8  ? 1
+                                                                              : 0;
   static constexpr int kBytes[5] = {kParamBytes, kParamBytes, kMasterBytes, kBufferBytes,
                                     kBufferBytes};
   // Bytes moved per element: the gradient is read, all others are read and written, except that a

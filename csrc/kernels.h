@@ -59,7 +59,7 @@ struct NumberFormats {
   static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // size of arrays, at least 1
 
   static constexpr bool kHasSplitMaster =
-      Param::kMaster == Master::kLow16 || Param::kMaster == Master::kLow8;
+      Param::kMaster == Master::kResidual16 || Param::kMaster == Master::kResidual8;
   static constexpr bool kHasCodes = (is_code(BufferFormatTypes::kFormat) || ...);
   template <int index>
   static constexpr bool kIsRatio = Buffer<index>::kFormat == BufferFormat::kRatio8;

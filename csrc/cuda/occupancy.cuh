@@ -41,16 +41,16 @@ constexpr int blocks_on(int architecture) {
     return kHasLowPrecisionBuffers && architecture >= 1000 ? 3 : 4;
   }
   if (kFormula == Weight::kHeavy || kFormula == Weight::kUnknown) {
-    const bool takes_most = Param::kMaster == Master::kLow8 ||
+    const bool takes_most = Param::kMaster == Master::kResidual8 ||
                             (Param::kMaster != Master::kNone && kHasLowPrecisionBuffers);
     return takes_most && architecture >= 1000 ? 1 : 2;
   }
-  if (kHasLowPrecisionBuffers || Param::kMaster == Master::kLow8) {
+  if (kHasLowPrecisionBuffers || Param::kMaster == Master::kResidual8) {
     if (architecture >= 1000 || (Param::kMaster == Master::kFloat32 && !NumberFormats::kHasCodes))
       return 2;
     constexpr bool kHasBoth = NumberFormats::kHasCodes && NumberFormats::kHasSplitMaster;
     if (kFormula == Weight::kLight &&
-        (architecture < 900 || Param::kMaster == Master::kLow8 || kHasBoth)) {
+        (architecture < 900 || Param::kMaster == Master::kResidual8 || kHasBoth)) {
       return 2;
     }
     if (NumberFormats::kRoot >= 0 && std::is_same_v<Param, Split<Half, 8>>) return 2;

@@ -22,7 +22,7 @@ constexpr bool is_code(BufferFormat format) {
 }
 
 // Storage of a parameter's master: none, a float32 array, or a residual of 16 or 8 bits.
-enum class Master : uint8_t { kNone, kFloat32, kLow16, kLow8 };
+enum class Master : uint8_t { kNone, kFloat32, kResidual16, kResidual8 };
 
 // Returns the 8-bit format of a buffer with this code, which must not be kNone.
 constexpr BufferFormat format_of(BufferCode code) {
@@ -49,7 +49,7 @@ template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
   using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
-  static constexpr Master kMaster = kBits == 16 ? Master::kLow16 : Master::kLow8;
+  static constexpr Master kMaster = kBits == 16 ? Master::kResidual16 : Master::kResidual8;
   // True if the residual is the difference of master and parameter (SplitHalf16), false if it has
   // the lower bits of the master (SplitMaster).
   static constexpr bool kIsDifference = std::is_same_v<Storage, Half> && kBits == 16;

@@ -59,7 +59,8 @@ at::Tensor decoded(const ParamSlot& slot) {
       return slot.param().detach();
     case Master::kFloat32:
       return slot.master_param();
-    case Master::kLow16:  // join_fp32 takes pairs of bytes instead of the slot's int16 elements
+    case Master::kResidual16:  // join_fp32 takes pairs of bytes instead of the slot's int16
+                               // elements
       return join_fp32(slot.param().detach(), slot.master_param().unsqueeze(-1).view(at::kByte));
     default:
       return join_fp32(slot.param().detach(), slot.master_param());

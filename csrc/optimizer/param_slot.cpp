@@ -39,9 +39,9 @@ Master ParamSlot::master() const {
   switch (master_param().scalar_type()) {
     case at::kByte:
     case at::kShort:
-      return Master::kLow16;
+      return Master::kResidual16;
     case at::kChar:
-      return Master::kLow8;
+      return Master::kResidual8;
     default:
       return Master::kFloat32;
   }
@@ -152,7 +152,7 @@ void ParamSlot::fill_args() {
     args.master_param = memory(master_param(), master_param().scalar_type(), true);
   }
   const bool is_low_precision =
-      args.master == Master::kLow8 || (args.master == Master::kNone && is_16_bit(param_dtype));
+      args.master == Master::kResidual8 || (args.master == Master::kNone && is_16_bit(param_dtype));
   low_precision = is_low_precision ? kDithersParam : 0;
   dithers = 0;
   for (int i = 0; i < number_of_buffers; ++i) {

@@ -90,7 +90,9 @@ struct ParamSlot {
   int64_t version() const;
   int64_t grad_version() const;
   Master master() const;
-  bool has_split_master() const { return master() == Master::kLow16 || master() == Master::kLow8; }
+  bool has_split_master() const {
+    return master() == Master::kResidual16 || master() == Master::kResidual8;
+  }
   bool has_current_master() const;
   // True if the slot has no state for the parameter's present dtype and device.
   bool lacks_state() const {

@@ -10,7 +10,7 @@ namespace {
 
 // Returns the key of a residual: "master_low_bf16", "master_low8_fp16".
 std::string residual_name(const ParamSlot& slot) {
-  return c10::str(slot.master() == Master::kLow16 ? "master_low_" : "master_low8_",
+  return c10::str(slot.master() == Master::kResidual16 ? "master_low_" : "master_low8_",
                   slot.param().scalar_type() == at::kHalf ? "fp16" : "bf16");
 }
 

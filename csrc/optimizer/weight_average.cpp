@@ -49,7 +49,7 @@ KernelTensorArgs args_of(const AveragedWeight& weight, const at::Tensor& average
   args.param_dtype = *dtype_of(dtype);
   if (has_master && !has_fp32_master) {
     const at::Tensor residual = residual_elements(weight.master);
-    args.master = residual.scalar_type() == at::kShort ? Master::kLow16 : Master::kLow8;
+    args.master = residual.scalar_type() == at::kShort ? Master::kResidual16 : Master::kResidual8;
     args.master_param = memory(residual, residual.scalar_type());
   }
   args.buffers[0] = average.mutable_data_ptr();

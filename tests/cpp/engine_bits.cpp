@@ -138,14 +138,15 @@ template <typename Hyperparameters>
 bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& numbers,
                 const Option& option, int64_t numel, Hash& hash) {
   // A NaN of a split master leaves bits that mean nothing.
-  const bool is_split = numbers.master == Master::kLow16 || numbers.master == Master::kLow8;
+  const bool is_split =
+      numbers.master == Master::kResidual16 || numbers.master == Master::kResidual8;
   std::vector<Array> arrays;
   arrays.emplace_back(numbers.grad, numel, 1, is_split && !option.skip_nonfinite, false);
   arrays.emplace_back(numbers.param, numel, 2, true, false);
   if (numbers.master == Master::kFloat32) {
     arrays.emplace_back(DType::kFloat32, numel, 2, true, false);
   }
-  if (is_split) arrays.emplace_back(numbers.master == Master::kLow16 ? 2 : 1, numel);
+  if (is_split) arrays.emplace_back(numbers.master == Master::kResidual16 ? 2 : 1, numel);
   for (int i = 0; i < kernel.buffers.count; ++i) {
     const BufferFormat format = numbers.formats[i];
     if (is_code(format)) {

@@ -50,7 +50,8 @@ inline auto formats_of(const amp_ext::BufferDescriptions& buffers) {
 template <typename Visit>
 void for_each_numbers(const amp_ext::BufferDescriptions& buffers, const Visit& visit) {
   using amp_ext::Master;
-  constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kLow16, Master::kLow8};
+  constexpr Master kMasters[] = {Master::kNone, Master::kFloat32, Master::kResidual16,
+                                 Master::kResidual8};
   for (const amp_ext::DType param : kDTypes) {
     for (const amp_ext::DType grad : kDTypes) {
       for (const Master master : kMasters) {

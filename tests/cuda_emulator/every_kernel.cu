@@ -30,7 +30,7 @@ size_t size_of(BufferFormat format) {
 }
 
 size_t size_of(Master master) {
-  return master == Master::kFloat32 ? sizeof(float) : master == Master::kLow16 ? 2 : 1;
+  return master == Master::kFloat32 ? sizeof(float) : master == Master::kResidual16 ? 2 : 1;
 }
 
 // Memory that all tensors are cut from, filled with zeros.
@@ -77,7 +77,7 @@ struct Kernel {
 // takes them.
 uint8_t usually_dithered(const Kernel& kernel, const Numbers& numbers) {
   const bool is_short = numbers.param == DType::kFloat16 || numbers.param == DType::kBFloat16;
-  const bool may_dither = numbers.master == Master::kNone || numbers.master == Master::kLow8;
+  const bool may_dither = numbers.master == Master::kNone || numbers.master == Master::kResidual8;
   uint8_t dithered = is_short && may_dither ? amp_ext::kDithersParam : 0;
   for (int i = 0; i < kernel.buffers.count; ++i) {
     const BufferFormat format = numbers.formats[i];
