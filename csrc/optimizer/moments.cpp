@@ -23,19 +23,19 @@ namespace {
 // Smaller tensors are not quantized in blocks, because that would save little memory.
 constexpr int64_t kLeastElements = 4096;
 
-constexpr const char* kCodes[] = {"q8h", "q8s", "q8m"};
-
-MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype,
-                       const std::string& code) {
-  if (code.empty()) return {buffer.name, buffer.role, dtype, code};
-  return {buffer.name, buffer.role, code == "q8h" ? at::kChar : at::kByte, code};
+MomentFormat format_of(const BufferDescription& buffer, at::ScalarType dtype, BufferCode code) {
+  if (code == BufferCode::kNone) return {buffer.name, buffer.role, dtype, code};
+  return {buffer.name, buffer.role, has_blocks(code) ? at::kByte : at::kChar, code};
 }
 
 // Returns all formats of a moment: float32, then the quantized ones. Their `role` is a placeholder.
 std::vector<MomentFormat> all_formats(const std::string& name) {
   const BufferDescription buffer = {name.c_str(), BufferRole::kFirstMoment};
-  std::vector<MomentFormat> formats = {format_of(buffer, at::kFloat, "")};
-  for (const char* const code : kCodes) formats.push_back(format_of(buffer, at::kFloat, code));
+  std::vector<MomentFormat> formats;
+  for (const BufferCode code :
+       {BufferCode::kNone, BufferCode::kRatio, BufferCode::kRoot, BufferCode::kMagnitude}) {
+    formats.push_back(format_of(buffer, at::kFloat, code));
+  }
   return formats;
 }
 
@@ -60,13 +60,13 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
     const auto elements = moments.find(format.key());
     const auto exponents = moments.find(format.exponents_key());
     if (elements == moments.end()) continue;
-    if (format.code.empty()) return elements->second;
-    if (format.code == "q8h") {
+    if (!format.is_coded()) return elements->second;
+    if (format.code == BufferCode::kRatio) {
       if (!second.defined()) continue;
       return dequantize_ratios(elements->second, second.to(elements->second.device(), at::kFloat));
     }
     if (exponents == moments.end()) continue;
-    return dequantize_blockwise(elements->second, exponents->second, format.code);
+    return dequantize_blockwise(elements->second, exponents->second, name_of(format.code));
   }
   return {};
 }
@@ -75,7 +75,7 @@ at::Tensor dequantized_moment(const Moments& moments, const std::string& name,
 Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::Tensor& param,
                 const at::Tensor& second) {
   const auto options = param.options().requires_grad(false);
-  if (format.code.empty()) {
+  if (!format.is_coded()) {
     if (!number.defined()) {
       return {{format.key(), at::zeros_like(param, options.dtype(format.dtype))}};
     }
@@ -92,10 +92,10 @@ Moments encoded(const at::Tensor& number, const MomentFormat& format, const at::
     return made;
   }
   const at::Tensor moment = at::empty_like(param, options.dtype(at::kFloat)).copy_(number);
-  if (format.code == "q8h") {
+  if (format.code == BufferCode::kRatio) {
     return {{format.key(), quantize_ratios(moment, second.to(at::kFloat))}};
   }
-  auto [codes, exponents] = quantize_blockwise(moment, format.code);
+  auto [codes, exponents] = quantize_blockwise(moment, name_of(format.code));
   return {{format.key(), codes}, {format.exponents_key(), exponents}};
 }
 
@@ -111,23 +111,14 @@ bool are_kept(const Moments& moments, const MomentFormat& format, const at::Tens
 }  // namespace
 
 const char* name_of(BufferCode code) {
-  switch (code) {
-    case BufferCode::kNone:
-      return "";
-    case BufferCode::kRatio:
-      return "q8h";
-    case BufferCode::kRoot:
-      return "q8s";
-    case BufferCode::kMagnitude:
-      return "q8m";
-  }
-  return nullptr;
+  static constexpr const char* kNames[] = {"", "q8h", "q8s", "q8m"};
+  return kNames[static_cast<int>(code)];
 }
 
-std::string MomentFormat::key() const { return code.empty() ? name : name + "_" + code; }
+std::string MomentFormat::key() const { return is_coded() ? name + "_" + name_of(code) : name; }
 
 std::string MomentFormat::exponents_key() const {
-  return code == "q8s" || code == "q8m" ? name + "_exp" : std::string();
+  return has_blocks(code) ? name + "_exp" : std::string();
 }
 
 std::vector<std::string> MomentFormat::keys() const {
@@ -187,7 +178,7 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
   std::vector<MomentFormat> formats;
   for (const BufferDescription& buffer : buffers) {
     const bool has_code = is_coded && is_among(buffer.code, codes);
-    formats.push_back(format_of(buffer, dtype, has_code ? name_of(buffer.code) : ""));
+    formats.push_back(format_of(buffer, dtype, has_code ? buffer.code : BufferCode::kNone));
   }
   return formats;
 }
@@ -222,7 +213,9 @@ Moments convert_moments(const Moments& moments, const std::vector<MomentFormat>&
   std::vector<BufferDescription> buffers;
   for (const MomentFormat& format : formats) buffers.push_back({format.name.c_str(), format.role});
   const Moments numbers = dequantized_moments(moments, buffers);
-  const auto is_ratio = [](const MomentFormat& format) { return format.code == "q8h"; };
+  const auto is_ratio = [](const MomentFormat& format) {
+    return format.code == BufferCode::kRatio;
+  };
   std::vector<MomentFormat> ratios_last = formats;
   std::stable_partition(ratios_last.begin(), ratios_last.end(), std::not_fn(is_ratio));
   at::Tensor second;  // second moment after quantization; ratios are relative to its root
@@ -239,7 +232,7 @@ Moments convert_moments(const Moments& moments, const std::vector<MomentFormat>&
 std::vector<MomentFormat> saved_codes(const HasKey& has_key, const std::string& name) {
   std::vector<MomentFormat> found;
   for (const MomentFormat& format : all_formats(name)) {
-    if (!format.code.empty() && has_key(format.key())) found.push_back(format);
+    if (format.is_coded() && has_key(format.key())) found.push_back(format);
   }
   return found;
 }

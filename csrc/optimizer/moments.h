@@ -23,8 +23,9 @@ struct AMP_EXT_API MomentFormat {
   std::string name;  // the moment's key in torch: "exp_avg"
   BufferRole role;
   at::ScalarType dtype;  // dtype of the stored elements
-  std::string code;      // quantized format: "q8h", "q8s" or "q8m"; empty if not quantized
+  BufferCode code;       // quantized format, or kNone
 
+  bool is_coded() const { return code != BufferCode::kNone; }
   // key() is the key of the elements, exponents_key() that of the block exponents, or empty.
   std::string key() const;
   std::string exponents_key() const;

@@ -120,7 +120,7 @@ StateMap loaded_moments(const StateSpec& spec, const ParamRef& param, const Save
     const SavedValue* const numbers = saved.find(wanted.name);
     if (numbers == nullptr) continue;
     // A second moment stays float32 until the ratios to its root are quantized.
-    const bool is_exact = wanted.code.empty() && (!has_codes || wanted.dtype == at::kDouble);
+    const bool is_exact = !wanted.is_coded() && (!has_codes || wanted.dtype == at::kDouble);
     found[wanted.name] = copy_of(*numbers, param.local, is_exact ? wanted.dtype : at::kFloat);
   }
   std::vector<MomentFormat> present;

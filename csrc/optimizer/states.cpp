@@ -113,7 +113,7 @@ std::vector<MomentFormat> StateSpec::formats(const ParamRef& param) const {
 bool StateSpec::has_codes(const ParamRef& param) const {
   const auto formats = this->formats(param);
   return std::any_of(formats.begin(), formats.end(),
-                     [](const MomentFormat& format) { return !format.code.empty(); });
+                     [](const MomentFormat& format) { return format.is_coded(); });
 }
 
 std::string StateSpec::master_key(const ParamRef& param) const {

@@ -204,7 +204,7 @@ void define_states(py::module_& module) {
           [](const StateSpec& self, const py::dict& saved) {
             py::list found;
             for (const auto& format : optim::blocks_in(self, saved_state(self, saved))) {
-              found.append(py::make_tuple(format.name, format.code, format.keys()));
+              found.append(py::make_tuple(format.name, optim::name_of(format.code), format.keys()));
             }
             return found;
           },
