@@ -46,8 +46,8 @@ struct KernelTensorArgs {
 inline constexpr uint8_t kDithersParam = 1;
 inline constexpr uint8_t kDithersBuffer0 = 2;
 
-// Decay rate (such as beta1) from which on first moments and momenta are dithered. Above, a step
-// may change them by less than half a unit in the last place, which rounding to nearest would lose.
+// Decay rate (such as beta1) from which on first moments and momenta are dithered: a step may
+// change them by less than half a unit in the last place, which rounding to nearest would lose.
 inline constexpr double kFreezingShare = 0.99;
 
 template <typename Hyperparameters>

@@ -12,8 +12,8 @@
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 
-// Number of elements that are updated before any of them is rounded. Rounding each vector at once
-// would wait for the division of the next vector.
+// Number of elements that are updated before any of them is rounded. If each vector were rounded at
+// once, the rounding would wait for the division of the next vector.
 constexpr int64_t kChunkSize = 512;
 
 // Prefetch distance in elements. Hardware prefetchers stop at the end of a page.

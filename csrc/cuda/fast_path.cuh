@@ -238,8 +238,8 @@ struct FastPack<Blockwise<RootCode>, kCount> {
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
 
-  // Chooses the exponent of 32 elements that share one; returns true if one of them is unusual. All
-  // threads that hold some of these elements must call this function.
+  // Chooses the exponent that 32 elements share; returns true if an element is unusual. All threads
+  // that hold some of these elements must call this function.
   __device__ bool choose_unit(const float (&roots)[kCount], uint32_t word) {
     const uint32_t largest = largest_of_block<RootCode>(roots, word);
     exponent = RootCode::fast_unit(largest);

@@ -421,7 +421,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // The result of atomicInc is only waited for when it is needed, that of atomicAdd at once.
+    // count_block() uses atomicInc, whose result is needed after the update; atomicAdd would wait
+    // here.
     blocks_before = count_block(arguments.block_counter);
   }
 

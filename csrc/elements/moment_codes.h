@@ -90,7 +90,7 @@ struct RatioCode {
   }
 
   // Returns the dithered index of a moment whose ratio is finite, in bits 13 to 19. `sum` is twice
-  // the sum in `encode`, and is rounded alike.
+  // the sum in `encode`, with the same rounding.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode_number(V moment, U twice_inverse, U word) {
     const V sum =

@@ -25,7 +25,7 @@ using Masters = std::map<std::string, at::Tensor>;
 // Returns the key of the master weight of parameters of dtype `param`; empty if they have none.
 AMP_EXT_API std::string key_of_master(const MasterWeights& master_weights, at::ScalarType param);
 
-// Returns a new master in the format of `key`, from the one in `masters` or else the parameter.
+// Returns a new master in the format of `key`, from `masters` or, without a master, from `param`.
 AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& masters,
                                       const std::string& key);
 

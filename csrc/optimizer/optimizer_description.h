@@ -45,7 +45,7 @@ struct OptionDescription {
   // Beginning of torch's error for a default outside [0, largest]; null if torch accepts any value.
   const char* refusal_of_torch = nullptr;
   double largest = std::numeric_limits<double>::infinity();
-  // Names of the hyperparameters that the option sets. If empty, the one of the same name, if any.
+  // Names of the hyperparameters that the option sets. If empty: the hyperparameter of its name.
   std::vector<const char*> fields = {};
   size_t index = 0;  // position among the options of the optimizer
 
