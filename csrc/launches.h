@@ -98,7 +98,7 @@ bool has_formats_of_average(const KernelTensorArgs& args) {
 struct GradientInputs {
   const float* grad_scale = nullptr;  // [1], or null: gradients are not scaled
   const float* found_inf = nullptr;   // [1], the step writes nothing if it is not 0; or null
-  // [1], sum over the scaled gradients; null if no norm is needed.
+  // [1], the sum of squares of all scaled gradients, or null if no norm is needed.
   const double* sum_of_squares = nullptr;
   double max_grad_norm = std::numeric_limits<double>::infinity();  // for the unscaled gradients
   bool skip_nonfinite = false;       // leave elements unchanged if their gradient is inf or NaN

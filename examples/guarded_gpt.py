@@ -87,7 +87,7 @@ class Run:
     broken: list[bool] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)  # True if the guard skipped the step
     limits: list[float] = field(default_factory=list)  # norm above which the guard skips the step
-    # Maps the number of healthy steps before a validation to its loss, in nats per character.
+    # Validation losses in nats per character, by the number of steps without a broken batch so far.
     validations: dict[int, float] = field(default_factory=dict)
 
     @property

@@ -65,7 +65,10 @@ def run_all(
 def differences(
     results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "psnr"
 ) -> list[float]:
-    """Returns for each seed the attribute ``of`` of a recipe's run, minus that of ``base``."""
+    """Returns how much a recipe's result exceeds that of ``base``, for each seed.
+
+    ``of`` is the attribute of a run that holds the result.
+    """
     pairs = zip(results[recipe], results[base], strict=True)
     return [getattr(run, of) - getattr(other, of) for run, other in pairs]
 

@@ -260,8 +260,10 @@ class Row:
 
     names: str  # shell pattern for names of kernels
     architectures: str  # shell pattern for architectures, such as "sm_90"
-    blocks: int  # least blocks per multiprocessor; in fast rows, most instructions per element
-    loops: int  # least number of main loops; in fast rows, most ALU instructions per element
+    # Least blocks per multiprocessor. For the fast path, the limit of instructions per element.
+    blocks: int
+    # Least number of main loops. For the fast path, the limit of ALU instructions per element.
+    loops: int
 
     def has(self, name: str, architecture: str) -> bool:
         return fnmatch.fnmatchcase(name, self.names) and fnmatch.fnmatchcase(

@@ -45,7 +45,7 @@ ROWS = [
 ]
 NUMEL, SWEPT = 64, 16_000_000  # float32 elements of a parameter, and of the pass that evicts caches
 IN_CACHE = 2**18  # elements
-WIDTH = 128  # columns of the tensor in kernel rows; a vector would have no 8-bit second moments
+WIDTH = 128  # columns of the matrix that a kernel steps; only a matrix has 8-bit second moments
 AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or several calls
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")

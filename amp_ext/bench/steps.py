@@ -1,4 +1,4 @@
-"""Makes the programs that the benchmark times: a step of each implementation ("side")."""
+"""Builds the steps to be timed, one for each implementation ("side")."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ class Adam(FusedOptimizer):
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
             quantize moments to 8 bits.
-        rounding: Rounding to 16 or 8 bits: "nearest", "dither", or None to follow ``state_dtype``.
+        rounding: Rounding to 16 or 8 bits: "nearest" or "dither"; None lets ``state_dtype`` decide.
         max_grad_norm: Clips the norm of all unscaled gradients to this value; None does not clip.
         clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN.
-        denominator_floor: Smallest bias-corrected second moment v under the square root: the
-            denominator is ``sqrt(max(v, denominator_floor)) + eps``.
+        denominator_floor: Lower limit of the bias-corrected second moment v, whose denominator is
+            ``sqrt(max(v, denominator_floor)) + eps``.
         write_back_grads: Stores the unscaled, clipped gradients in ``.grad``.
         foreach: Accepted for compatibility with torch; there is only one implementation.
         fused: Accepted for compatibility with torch; there is only one implementation.
@@ -100,12 +100,12 @@ class AdamW(Adam):
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
             quantize moments to 8 bits.
-        rounding: Rounding to 16 or 8 bits: "nearest", "dither", or None to follow ``state_dtype``.
+        rounding: Rounding to 16 or 8 bits: "nearest" or "dither"; None lets ``state_dtype`` decide.
         max_grad_norm: Clips the norm of all unscaled gradients to this value; None does not clip.
         clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN.
-        denominator_floor: Smallest bias-corrected second moment v under the square root: the
-            denominator is ``sqrt(max(v, denominator_floor)) + eps``.
+        denominator_floor: Lower limit of the bias-corrected second moment v, whose denominator is
+            ``sqrt(max(v, denominator_floor)) + eps``.
         write_back_grads: Stores the unscaled, clipped gradients in ``.grad``.
         foreach: Accepted for compatibility with torch; there is only one implementation.
         fused: Accepted for compatibility with torch; there is only one implementation.

@@ -22,7 +22,7 @@ class Lion(FusedOptimizer):
     Args:
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
         lr: Learning rate; a tensor must have one element, and is read on its device at each step.
-        betas: Decay rates of the average whose sign is the step, and of the average that is stored.
+        betas: Decay rates of two averages: of the one whose sign is the step, and of the state.
         weight_decay: Weight decay coefficient, before multiplication by the learning rate;
             decoupled, unless ``decoupled_weight_decay`` is false.
         maximize: Maximizes the objective instead of minimizing it.
@@ -31,7 +31,7 @@ class Lion(FusedOptimizer):
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
             quantize moments to 8 bits.
-        rounding: Rounding to 16 or 8 bits: "nearest", "dither", or None to follow ``state_dtype``.
+        rounding: Rounding to 16 or 8 bits: "nearest" or "dither"; None lets ``state_dtype`` decide.
         max_grad_norm: Clips the norm of all unscaled gradients to this value; None does not clip.
         clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN.

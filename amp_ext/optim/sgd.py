@@ -19,8 +19,7 @@ class SGD(FusedOptimizer):
         params: Parameters or groups of them; float32, float64, float16 or bfloat16.
         lr: Learning rate; a tensor must have one element, and is read on its device at each step.
         momentum: Decay rate of the momentum buffer, per step.
-        dampening: Fraction of the gradient that is not added to the momentum buffer, except in the
-            first step.
+        dampening: The buffer adds ``(1 - dampening) * gradient``; the first step adds all of it.
         weight_decay: Weight decay coefficient, before multiplication by the learning rate.
         nesterov: Uses Nesterov momentum.
         maximize: Maximizes the objective instead of minimizing it.
@@ -29,7 +28,7 @@ class SGD(FusedOptimizer):
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
             quantize moments to 8 bits.
-        rounding: Rounding to 16 or 8 bits: "nearest", "dither", or None to follow ``state_dtype``.
+        rounding: Rounding to 16 or 8 bits: "nearest" or "dither"; None lets ``state_dtype`` decide.
         max_grad_norm: Clips the norm of all unscaled gradients to this value; None does not clip.
         clip_value: Clips each unscaled gradient element to this magnitude, after clipping by norm.
         skip_nonfinite: Does not update elements whose gradient is inf or NaN.

@@ -41,7 +41,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
                 for hook in hooks.values():
                     hook(optimizer, args, kwargs)
         except BaseException:
-            if optimizer._amp_context is None:  # torch's scaler left its attributes set
+            if optimizer._amp_context is None:  # torch's scaler keeps grad_scale set
                 drop_amp_context(optimizer)
             raise
         return returned

@@ -336,7 +336,7 @@ struct FastGroup {
   }
 };
 
-// Steps a tile of a tensor with options and dithering that the fast path supports.
+// Updates the elements of a tile. The fast path must support the tensor's options and dithering.
 template <typename Streams, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   const FastConstants<Functor> fast = {constants.update.usual(),

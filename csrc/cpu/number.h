@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cpu/vector.h"
-// After cpu/vector.h, because the functors use its vectors:
+// These headers follow cpu/vector.h, because their functors use its vectors.
 #include "elements/dither.h"
 #include "elements/moment_codes.h"
 #include "elements/numbers.h"

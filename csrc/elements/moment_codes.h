@@ -99,7 +99,7 @@ struct RatioCode {
   }
 
  private:
-  // Returns the bits of ratio + kOffset.
+  // Returns the bits of moment / unit + kOffset, with the magnitude of the moment.
   template <typename V, typename U>
   static AMP_EXT_INLINE U sum_of(V moment, U unit) {
     const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf

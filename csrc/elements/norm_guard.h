@@ -1,9 +1,10 @@
 // Compares the gradient norm of a step with the norms of earlier steps. The statistics are an
 // exponentially weighted mean and variance, with equal weights while there are few norms.
 //
-// Finch, "Incremental calculation of weighted mean and variance", 2009, section 9. Outliers are
-// defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", 2025. Unlike
-// ZClip, the statistics ignore outliers, and clipping is to the limit.
+// The formulas are those of Finch, "Incremental calculation of weighted mean and variance", 2009,
+// section 9. Outliers are defined as by Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM
+// Pre-Training", 2025. Unlike ZClip, the statistics ignore outliers, and an outlier is clipped to
+// the largest norm that is no outlier.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>

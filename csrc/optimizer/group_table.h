@@ -21,8 +21,8 @@ namespace amp_ext {
 // Parts that the states of a group need, derived from its hyperparameters.
 struct StateRequirements {
   bool buffers;
-  bool step;    // the formula uses the number of the step, so states count their steps
-  bool dither;  // low-precision values are dithered, which also needs the number of the step
+  bool step;    // a step counter, because the formula depends on it (bias correction)
+  bool dither;  // a step counter, because the dither of low-precision values depends on it
 
   // True if states must count their steps, because the formula or dithering needs the count.
   bool counted_steps() const { return step || dither; }
