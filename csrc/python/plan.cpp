@@ -33,16 +33,16 @@ struct Names {
 
 // The compiled half of StepPlan, whose Python half handles dicts and DTensors. StepPlan is passed
 // to each call: a stored reference would hide a cycle from Python's garbage collector.
-class PlanOfPython {
+class PlanOfPython : public Plan {
  public:
   PlanOfPython(std::string optimizer, std::shared_ptr<BoundDescription> described,
                const PlanOfPython* before, std::string failure)
-      : described(std::move(described)), plan(std::move(optimizer), std::move(failure)) {
-    if (before != nullptr) plan.take_over(before->plan);
+      : Plan(std::move(optimizer), std::move(failure)), described(std::move(described)) {
+    if (before != nullptr) take_over(*before);
   }
 
   void forget() {
-    plan.forget();
+    Plan::forget();
     states.clear();
     state_keys = py::set();
   }
@@ -77,7 +77,6 @@ class PlanOfPython {
   const std::shared_ptr<BoundDescription> described;
   const Names names;
   const py::tuple answers{py::module_::import("amp_ext._C").attr("PlanAnswer")};
-  Plan plan;
   StateSnapshot states;
   py::set state_keys;  // keys of the state tensors that steps read and write
 };
@@ -93,9 +92,7 @@ struct Operation : Session {
   bool is_current = false;
 
   Operation(PlanOfPython& mine, py::handle step_plan, py::handle optimizer, const char* operation)
-      : Session(mine.plan, operation),
-        mine(mine),
-        states(py::getattr(optimizer, mine.names.state)) {
+      : Session(mine, operation), mine(mine), states(py::getattr(optimizer, mine.names.state)) {
     try {
       const std::vector<py::dict> groups = mine.read_groups(*this, optimizer);
       is_current = mine.states.unchanged_in(states) &&
@@ -193,7 +190,7 @@ class StatesOfPython : public StateStore {
   void take_back() {
     if (!release_.has_value()) return;  // the step was refused before keep()
     release_.reset();
-    if (operation_.mine.plan.failure().empty()) set_is_used(Py_False);
+    if (operation_.mine.failure().empty()) set_is_used(Py_False);
   }
 
  private:
@@ -214,7 +211,7 @@ void register_params(
     PlanOfPython& mine, const py::object& optimizer, const char* operation,
     const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
         rows) {
-  Session session(mine.plan, operation);
+  Session session(mine, operation);
   mine.read_groups(session, optimizer);
   std::vector<ParamTable::Param> params;
   for (const auto& [group, index, param, partition, global_offset] : rows) {
@@ -222,7 +219,7 @@ void register_params(
   }
   mine.states.clear();
   mine.state_keys = py::set();
-  mine.plan.register_params(std::move(session.specs), params);
+  mine.register_params(std::move(session.specs), params);
 }
 
 // Runs a scan without the GIL. Returns for each device and partition found_inf, first_nonfinite,
@@ -265,7 +262,7 @@ py::object gradients_were_written(PlanOfPython& mine, const py::object& step_pla
                                   const py::object& optimizer) {
   const Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  return py::bool_(mine.plan.params().gradients_were_written());
+  return py::bool_(mine.params().gradients_were_written());
 }
 
 // Warns before the step writes anything, because a warning filter may raise an exception.
@@ -286,16 +283,15 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
                 OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  Plan& plan = mine.plan;
-  const StepNorms norms = plan.norms(operation.clipping.max_grad_norm,
+  const StepNorms norms = mine.norms(operation.clipping.max_grad_norm,
                                      {sum_of_squares.has_value(), squares_of_params.has_value()});
   if (norms.comes_from(NormSource::kAllRanks)) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
-  warn_of_uncounted_write(plan, optimizer);
+  warn_of_uncounted_write(mine, optimizer);
   StatesOfPython store(operation, step_plan, amp_context);
   try {
-    plan.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()));
+    mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()));
   } catch (...) {
     store.take_back();
     throw;
@@ -310,9 +306,9 @@ py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::ob
                    OptionalTensor sum_of_squares, bool is_in_step) {
   Operation operation(mine, step_plan, optimizer, "inspect");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  if (!is_in_step) mine.plan.last_step().check_is_before_step(mine.plan.params());
+  if (!is_in_step) mine.last_step().check_is_before_step(mine.params());
   const StepNorms norms =
-      mine.plan.norms(operation.clipping.max_grad_norm, {sum_of_squares.has_value(), false});
+      mine.norms(operation.clipping.max_grad_norm, {sum_of_squares.has_value(), false});
   if (norms.reads_total && norms.total == NormSource::kAllRanks)
     return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
@@ -321,7 +317,7 @@ py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::ob
   InspectedStep inspected;
   {
     const py::gil_scoped_release release;
-    inspected = inspect_step(mine.plan, operation.table, std::move(options), store);
+    inspected = inspect_step(mine, operation.table, std::move(options), store);
   }
   return py::cast(std::move(inspected));
 }
@@ -351,13 +347,18 @@ py::object average(PlanOfPython& mine, const py::object& step_plan, const py::ob
   Operation operation(mine, step_plan, optimizer, name);
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   MastersByParam masters;
-  const std::vector<int64_t> indices = mine.plan.params().params_without_state();
+  const std::vector<int64_t> indices = mine.params().params_without_state();
   if (!indices.empty()) {
     masters = py::cast<MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
   }
   const py::gil_scoped_release release;
-  (averages.*method)(mine.plan, masters);
+  (averages.*method)(mine, masters);
   return mine.answer(PlanAnswer::kDone);
+}
+
+template <at::Tensor (StepOutputs::*output)() const>
+OptionalTensor output_of(const PlanOfPython& plan) {
+  return if_defined((plan.outputs().*output)());
 }
 
 void define_averages(py::module_& module) {
@@ -410,17 +411,17 @@ void define_plan(py::module_& module) {
       .def(
           "set_guard",
           [](PlanOfPython& self, std::shared_ptr<NormStatistics> guard) {
-            self.plan.outputs().set_guard(std::move(guard));
+            self.outputs().set_guard(std::move(guard));
           },
           py::arg("guard"))
       .def_property(
           "tracks_grad_norms",
-          [](const PlanOfPython& self) { return self.plan.outputs().tracks_grad_norms(); },
-          [](PlanOfPython& self, bool tracks) { self.plan.set_tracks_grad_norms(tracks); })
+          [](const PlanOfPython& self) { return self.outputs().tracks_grad_norms(); },
+          &PlanOfPython::set_tracks_grad_norms)
       .def(
           "wants_norms",
           [](const PlanOfPython& self, std::optional<double> max_grad_norm) {
-            const StepNorms norms = self.plan.norms(max_grad_norm);
+            const StepNorms norms = self.norms(max_grad_norm);
             return py::make_tuple(norms.wants_total(), norms.wants_each());
           },
           py::arg("max_grad_norm"))
@@ -441,30 +442,16 @@ void define_plan(py::module_& module) {
           "swap_back",
           [](PlanOfPython& mine, WeightAverages& averages) {
             const py::gil_scoped_release release;
-            averages.swap_out(mine.plan);
+            averages.swap_out(mine);
           },
           py::arg("averages"))
-      .def(
-          "check_not_swapped_in",
-          [](const PlanOfPython& self, const std::string& operation) {
-            self.plan.check_not_swapped_in(operation);
-          },
-          py::arg("operation"))
-      .def("track_step_applied",
-           [](PlanOfPython& self) { self.plan.outputs().track_step_applied(); })
-      .def_property_readonly(
-          "grad_norm",
-          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().grad_norm()); })
-      .def_property_readonly(
-          "grad_norms",
-          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().grad_norms()); })
-      .def_property_readonly(
-          "step_applied",
-          [](const PlanOfPython& self) { return if_defined(self.plan.outputs().step_applied()); })
-      .def_property_readonly("failure",
-                             [](const PlanOfPython& self) { return self.plan.failure(); })
-      .def_property_readonly("note_of_failure",
-                             [](const PlanOfPython& self) { return self.plan.note_of_failure(); });
+      .def("check_not_swapped_in", &PlanOfPython::check_not_swapped_in, py::arg("operation"))
+      .def("track_step_applied", [](PlanOfPython& self) { self.outputs().track_step_applied(); })
+      .def_property_readonly("grad_norm", &output_of<&StepOutputs::grad_norm>)
+      .def_property_readonly("grad_norms", &output_of<&StepOutputs::grad_norms>)
+      .def_property_readonly("step_applied", &output_of<&StepOutputs::step_applied>)
+      .def_property_readonly("failure", &PlanOfPython::failure)
+      .def_property_readonly("note_of_failure", &PlanOfPython::note_of_failure);
 }
 
 }  // namespace amp_ext::python
