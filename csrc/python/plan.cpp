@@ -76,7 +76,7 @@ class PlanOfPython : public Plan {
 
   const std::shared_ptr<BoundDescription> described;
   const Names names;
-  const py::tuple answers{py::module_::import("amp_ext._C").attr("PlanAnswer")};
+  const py::tuple answers{py::type::of<PlanOfPython>().attr("_answers")};
   StateSnapshot states;
   py::set state_keys;  // keys of the state tensors that steps read and write
 };
@@ -390,6 +390,7 @@ void define_plan(py::module_& module) {
   module.attr("PlanAnswer") = py::module_::import("enum").attr("Enum")("PlanAnswer", answers);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython> plan(module, "Plan");
+  plan.attr("_answers") = py::tuple(module.attr("PlanAnswer"));
   const std::pair<const char*, AverageMethod> averages[] = {
       {"take_average", &WeightAverages::take},
       {"list_average", &WeightAverages::list},
