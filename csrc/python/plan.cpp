@@ -289,6 +289,7 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
   warn_of_uncounted_write(mine, optimizer);
+  py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
   StatesOfPython store(operation, step_plan, amp_context);
   try {
     mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()));
@@ -296,7 +297,7 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
     store.take_back();
     throw;
   }
-  return mine.answer(PlanAnswer::kDone);
+  return done;
 }
 
 // Returns an InspectedStep, or an answer as step() does. `is_in_step` is true if the step itself
@@ -351,8 +352,10 @@ py::object average(PlanOfPython& mine, const py::object& step_plan, const py::ob
   if (!indices.empty()) {
     masters = py::cast<MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
   }
-  const py::gil_scoped_release release;
-  (averages.*method)(mine, masters);
+  {
+    const py::gil_scoped_release release;
+    (averages.*method)(mine, masters);
+  }
   return mine.answer(PlanAnswer::kDone);
 }
 
