@@ -461,12 +461,6 @@ RUNTIME_ERRORS: list[Row] = [
         },
     ),
     (
-        "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot "
-        "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, "
-        "set `error_if_nonfinite=False`",
-        optimizer("SGD", ("gradient", "inf"), ("clip_grad_norm_", (1.0, True))),
-    ),
-    (
         "dequantize_blockwise: codes must have rows of a multiple of 32 elements, dimension 0 "
         "outermost, got sizes [2] and strides [1]",
         loaded_file(coded("exp_avg_sq", q8s=IN_BYTES, exp=torch.ones(2, 0).byte())),
