@@ -25,10 +25,8 @@ struct FusedOptimizer::Impl {
 
   const OptimizerClass& optimizer_class;
   std::unique_ptr<Plan> plan;
-  bool inspects_next = false;
-  std::optional<InspectedStep> inspected;  // result of the first step after inspect_next()
-  std::shared_ptr<NormGuard> norm_guard;   // null if there is no guard
-  size_t state_count = 0;                  // size of state() when the parameters were registered
+  std::shared_ptr<NormGuard> norm_guard;  // null if there is no guard
+  size_t state_count = 0;                 // size of state() when the parameters were registered
   std::vector<Dict> other_entries;  // for each group, unknown entries of the loaded state dict
   Dict other_states = new_dict();   // states of the loaded state dict that belong to no parameter
 };

@@ -1,7 +1,5 @@
-// Operations of C++ optimizers on their plan: steps, scans, inspections and weight averages.
-#include <ATen/TensorOperators.h>
+// Operations of C++ optimizers on their plan: steps, scans and weight averages.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 #include <amp_ext/optim.h>
 
 #include <algorithm>
@@ -10,7 +8,6 @@
 #include "libtorch/optimizer_impl.h"
 #include "optimizer/session.h"
 #include "optimizer/weight_average.h"
-#include "tensors/to_device.h"
 
 namespace amp_ext::optim {
 
@@ -130,12 +127,6 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     const ParamSlot& slot = params.slots()[*index];
     TORCH_WARN(warning_of_write(params.operation(), place(slot.group, slot.index_in_group)));
   }
-  std::optional<InspectedStep> inspected;
-  const auto has_grad = [](const ParamSlot& slot) { return slot.has_grad(); };
-  if (impl_->inspects_next && std::any_of(params.slots().begin(), params.slots().end(), has_grad)) {
-    Store store(*this, operation.specs);
-    inspected = inspect_step(operation.plan, operation.table, options, store);
-  }
   try {
     Store store(*this, operation.specs);
     operation.plan.step(operation.table, std::move(options), store);
@@ -146,9 +137,6 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
     }
     throw;
   }
-  if (!inspected.has_value()) return;
-  impl_->inspected = std::move(inspected);
-  impl_->inspects_next = false;
 }
 
 std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& found_inf,
@@ -161,30 +149,6 @@ std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& fou
     scan.first_nonfinites.push_back(result.first_nonfinite);
   }
   return scan;
-}
-
-Inspection FusedOptimizer::inspect(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
-  Operation operation(*this, "inspect");
-  operation.plan.last_step().check_is_before_step(operation.plan.params());
-  GradientOptions options =
-      operation.gradient_options(if_defined(grad_scale), if_defined(found_inf));
-  if (grad_scale.defined() && !found_inf.defined()) {
-    at::Tensor flag = at::zeros({}, at::TensorOptions(grad_scale.device()).dtype(at::kFloat));
-    for (const GradScanResult& result :
-         amp_ext::scan_without_recording(operation.plan, grad_scale, operation.clipping)) {
-      flag = flag + to_device(result.found_inf, flag.device());
-    }
-    options.found_inf = flag;
-  }
-  Store store(*this, operation.specs);
-  return inspect_step(operation.plan, operation.table, std::move(options), store).read();
-}
-
-void FusedOptimizer::inspect_next() { checked("inspect_next").inspects_next = true; }
-
-std::optional<Inspection> FusedOptimizer::inspection() const {
-  const std::optional<InspectedStep>& inspected = checked("inspection").inspected;
-  return inspected.has_value() ? std::optional<Inspection>(inspected->read()) : std::nullopt;
 }
 
 void FusedOptimizer::average(const char* name,

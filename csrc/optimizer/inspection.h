@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
-#include <amp_ext/inspection.h>
 #include <amp_ext/options.h>
 
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "optimizer/param_inspection.h"
 #include "optimizer/plan.h"
 
 namespace amp_ext {

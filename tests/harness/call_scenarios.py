@@ -114,9 +114,6 @@ def do(scenario: Scenario) -> Saved:
                         if to in FORMATS
                         else param.data.to(getattr(torch, to))
                     )
-            elif call == "clip_grad_norm_":
-                ((max_norm, raises),) = arguments
-                amp_ext.clip_grad_norm_(params, max_norm, error_if_nonfinite=raises)
             elif method == "load":  # out of a file
                 saved = torch.load(*arguments)[owner]
                 if owner == "params":

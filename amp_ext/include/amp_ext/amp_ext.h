@@ -4,7 +4,6 @@
 #include <amp_ext/autocast.h>        // IWYU pragma: export
 #include <amp_ext/checkpoint.h>      // IWYU pragma: export
 #include <amp_ext/grad_scaler.h>     // IWYU pragma: export
-#include <amp_ext/gradients.h>       // IWYU pragma: export
 #include <amp_ext/norm_guard.h>      // IWYU pragma: export
 #include <amp_ext/ops.h>             // IWYU pragma: export
 #include <amp_ext/optim.h>           // IWYU pragma: export

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/grad_scaler.h>
-#include <amp_ext/inspection.h>
 #include <amp_ext/norm_guard.h>
 #include <amp_ext/options.h>
 #include <torch/optim/optimizer.h>
@@ -321,17 +320,6 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   // order of the groups. Later steps overwrite the tensor. A norm is NaN if the parameter had no
   // gradient, inf if the gradient or its norm was not finite. Undefined unless norms are tracked.
   at::Tensor grad_norms() const;
-
-  // Predicts the effect of the next step by stepping copies of the parameters, one after another.
-  // Changes no parameter or state; waits for a GPU. Call it between the backward pass and the step.
-  // If the gradients are scaled, pass `grad_scale` as to `step_scaled`. Without `found_inf`, the
-  // gradients are scanned for overflows.
-  Inspection inspect(const at::Tensor& grad_scale = {}, const at::Tensor& found_inf = {});
-
-  // Makes the next step record its effect, also if a scaler calls the step. `inspection` returns
-  // the record, or nullopt until that step is done.
-  void inspect_next();
-  std::optional<Inspection> inspection() const;
 
   // Creates every state that the first step would create, without stepping.
   void init_state();

@@ -288,11 +288,6 @@ class Scenario {
         {"scaled_grads", [&] { set_grads(argument, /*scaled=*/true); }},
         {"gradient", [&] { params_[0].mutable_grad() = gradient_named(argument.toStringRef()); }},
         {"convert", [&] { convert(argument.toStringRef()); }},
-        {"clip_grad_norm_",
-         [&] {
-           const auto& words = argument.toTupleRef().elements();
-           amp_ext::clip_grad_norm_(params_, words[0].toDouble(), words[1].toBool());
-         }},
         {"params.load",
          [&] {
            const c10::IValue saved = file().at("params");
