@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ranks
+from harness import rank_checks_dtensors, rank_checks_models, rank_checks_watching, ranks
 from harness.rows import rows
 
 import amp_ext
@@ -18,41 +18,41 @@ pytestmark = ranks.needs_gloo
 # A start of ranks takes seconds, so each does several checks; a failure names its own.
 CHECKS = {
     "dtensors": [
-        ranks.dtensors_step_with_the_bits_of_whole_tensors,
-        ranks.parts_begin_where_torch_says,
-        ranks.lower_parts_are_loaded_into_other_placements,
-        ranks.each_mesh_dimension_takes_one_small_collective,
-        ranks.norms_of_sharded_gradients_are_those_of_the_whole,
-        ranks.an_inspection_of_sharded_parameters_is_that_of_the_whole,
-        ranks.a_write_to_a_sharded_parameter_reaches_its_master,
-        ranks.a_gradient_that_is_still_to_be_summed_is_summed_first,
-        ranks.parameters_in_no_known_layout_are_refused,
+        rank_checks_dtensors.dtensors_step_with_the_bits_of_whole_tensors,
+        rank_checks_dtensors.parts_begin_where_torch_says,
+        rank_checks_dtensors.lower_parts_are_loaded_into_other_placements,
+        rank_checks_dtensors.each_mesh_dimension_takes_one_small_collective,
+        rank_checks_dtensors.norms_of_sharded_gradients_are_those_of_the_whole,
+        rank_checks_watching.an_inspection_of_sharded_parameters_is_that_of_the_whole,
+        rank_checks_dtensors.a_write_to_a_sharded_parameter_reaches_its_master,
+        rank_checks_dtensors.a_gradient_that_is_still_to_be_summed_is_summed_first,
+        rank_checks_models.parameters_in_no_known_layout_are_refused,
     ],
     "narrow": [
-        ranks.narrow_dtensors_step_with_the_bits_of_whole_tensors,
-        ranks.parts_of_columns_have_no_groups,
+        rank_checks_dtensors.narrow_dtensors_step_with_the_bits_of_whole_tensors,
+        rank_checks_dtensors.parts_of_columns_have_no_groups,
     ],
     "fully_shard": [
-        ranks.fully_sharded_models_train_as_in_one_process,
-        ranks.fully_sharded_models_train_with_clipping_apart,
-        ranks.averages_of_shards_are_those_of_the_whole,
-        ranks.averages_reach_parameters_that_are_gathered_and_models_that_are_whole,
+        rank_checks_models.fully_sharded_models_train_as_in_one_process,
+        rank_checks_models.fully_sharded_models_train_with_clipping_apart,
+        rank_checks_watching.averages_of_shards_are_those_of_the_whole,
+        rank_checks_watching.averages_reach_parameters_that_are_gathered_and_models_that_are_whole,
     ],
     "ddp-zero-fsdp1": [
-        ranks.ddp_trains_as_in_one_process_and_keeps_its_gradients,
-        ranks.zero_trains_as_in_one_process,
-        ranks.fsdp1_trains_as_in_one_process,
+        rank_checks_models.ddp_trains_as_in_one_process_and_keeps_its_gradients,
+        rank_checks_models.zero_trains_as_in_one_process,
+        rank_checks_models.fsdp1_trains_as_in_one_process,
     ],
     "process_group": [
-        ranks.a_guard_judges_the_norm_of_all_ranks,
-        ranks.a_guard_of_sharded_parameters_needs_no_group,
-        ranks.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
-        ranks.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
-        ranks.a_process_group_makes_ranks_skip_together,
-        ranks.ranks_with_different_scales_skip_and_say_so,
-        ranks.a_sharded_scaler_is_that_of_torch_and_ours,
+        rank_checks_watching.a_guard_judges_the_norm_of_all_ranks,
+        rank_checks_watching.a_guard_of_sharded_parameters_needs_no_group,
+        rank_checks_watching.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
+        rank_checks_watching.a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks,
+        rank_checks_models.a_process_group_makes_ranks_skip_together,
+        rank_checks_models.ranks_with_different_scales_skip_and_say_so,
+        rank_checks_models.a_sharded_scaler_is_that_of_torch_and_ours,
     ],
-    "dead-rank": [ranks.a_dead_rank_is_an_error_on_the_others],
+    "dead-rank": [rank_checks_models.a_dead_rank_is_an_error_on_the_others],
 }
 
 
@@ -63,16 +63,16 @@ def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
 
 def test_four_ranks_agree_over_two_mesh_dimensions(tmp_path: Path) -> None:
     checks = [
-        ranks.a_mesh_of_two_dimensions_is_reduced_over_both,
-        ranks.parts_begin_where_torch_says,
-        ranks.a_mesh_of_two_dimensions_is_dithered_as_one,
+        rank_checks_models.a_mesh_of_two_dimensions_is_reduced_over_both,
+        rank_checks_dtensors.parts_begin_where_torch_says,
+        rank_checks_dtensors.a_mesh_of_two_dimensions_is_dithered_as_one,
     ]
     ranks.run_ranks(checks, tmp_path, ranks=4)
 
 
 def test_a_check_that_fails_on_one_rank_fails_the_test(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="fails_on_one_rank on rank 1"):
-        ranks.run_ranks([ranks.fails_on_one_rank], tmp_path)
+        ranks.run_ranks([rank_checks_models.fails_on_one_rank], tmp_path)
 
 
 @pytest.mark.parametrize("group", rows({"a-name": "world", "not-a-member": -100}))

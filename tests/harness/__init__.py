@@ -21,7 +21,9 @@ Tables of test cases:
 * `guard_rules`: the decisions of NormGuard in plain Python.
 * `scaler_cases`: scalers, and a helper that steps optimizers under them.
 * `trainer_cases`: small training runs and their parts.
-* `ranks`: processes of distributed training, and the checks that each rank runs.
+* `ranks`: processes of distributed training.
+* `rank_checks_dtensors`, `rank_checks_watching`, `rank_checks_models`: the checks of each rank.
+* `averages`: averages of weights that a test sets itself.
 * `call_scenarios`: lists of calls as plain values, which both Python and C++ can run.
 * `refused_calls`: calls that Python and C++ refuse, with the exception and its text.
 

@@ -1,0 +1,272 @@
+"""What ranks check of guards, inspections and averages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext.sharding import local_tensor
+from harness.edge_shapes import BF16
+from harness.guard_rules import GuardRules, norms_of_a_run
+from harness.optimizer_cases import ours
+from harness.rank_checks_dtensors import SHAPES, give_exact_grads, layouts, sharded
+from harness.ranks import (
+    BAD_STEP,
+    STEPS,
+    assert_agreed,
+    assert_same_bits,
+    collectives,
+    fully_sharded,
+    small_scaler,
+    take_step,
+    whole,
+)
+
+
+def a_guard_judges_the_norm_of_all_ranks(rank: int) -> None:
+    """Of parameters that each rank has for itself, also of a rank without a gradient."""
+    for scaler in (None, small_scaler(process_group=dist.group.WORLD)):
+        guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+        param, rules, outliers = Parameter(torch.zeros(1)), GuardRules(), 0
+        optimizer = ours("SGD")([param], lr=1.0, norm_guard=guard, max_grad_norm=1e9)
+        norms = norms_of_a_run(500)
+        for step, norm in enumerate(norms):
+            if norm is None or not math.isfinite(norm):
+                continue
+            one_sided = step % 7 == 0
+            share = 1.0 if one_sided else 0.5**0.5
+            param.grad = torch.full_like(param, norm * share)
+            if one_sided and rank != step % 2:
+                param.grad = None
+            elif scaler is not None:
+                param.grad = scaler.scale(param.grad)
+            if scaler is not None:
+                scaler.scale(torch.zeros(()))
+            take_step(optimizer, scaler)
+            seen = optimizer.grad_norm.item()
+            assert seen == pytest.approx(norm, rel=1e-6)
+            assert_agreed(seen) if step % 100 == 0 else None
+            taken = rules.takes(seen)
+            outliers += not taken
+            assert guard.last_step_skipped() != taken, step
+        assert outliers > len(norms) // 100
+        assert guard.stats().mean == rules.mean
+        assert guard.stats().outliers == outliers
+
+
+def a_guard_of_sharded_parameters_needs_no_group(rank: int) -> None:
+    for layout in layouts():
+        params = sharded([torch.zeros(shape) for shape in SHAPES], layout)
+        wholes = [whole(param.detach()) for param in params]
+        guard = amp_ext.optim.NormGuard(warmup_steps=2)
+        optimizer = ours("SGD")(params, lr=1.0, norm_guard=guard)
+        scaler = small_scaler()
+        for step, size in enumerate([1.0, 1.0, 1.5, 1.0]):
+            scaled = step % 2 == 1
+            scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
+            give_exact_grads(params, wholes, False, 0)
+            for param in params:
+                param.grad.mul_(size * scale)
+            take_step(optimizer, scaler if scaled else None)
+            assert guard.last_step_skipped() == (size != 1.0)
+            assert_agreed(guard.stats().last_norm)
+        assert guard.stats().outliers == 1
+
+
+def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int) -> None:
+    """Of ranks that scale apart, one of which has no gradient, with a hook before the step."""
+    for hooked in (False, True):
+        param = Parameter(torch.zeros(2))
+        guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=8.0)
+        optimizer = ours("SGD")([param], lr=1.0, norm_guard=guard)
+        if hooked:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        scaler = amp_ext.GradScaler("cpu", init_scale=2.0 ** (rank + 3))
+        for step in range(4):
+            param.grad = scaler.scale(torch.full((2,), 2.0))
+            if step == 3 and rank == 1:
+                param.grad = scaler.scale(torch.zeros(2))
+            scaler.step(optimizer)
+            scaler.update()
+            expected = 16.0**0.5 if step < 3 else 8.0**0.5
+            assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-6)
+    params = [Parameter(distribute_tensor(torch.ones(2), layouts()[0][0][0], [Shard(0)]))]
+    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+    optimizer = ours("SGD")(params, lr=1.0, norm_guard=guard)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match="has a process_group, but the norm of sharded"):
+        optimizer.step()
+    empty = ours("SGD")(
+        [{"params": [] if rank else [Parameter(torch.zeros(1))]}],
+        lr=1.0,
+        norm_guard=amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=1.0),
+    )
+    for param in empty.param_groups[0]["params"]:
+        param.grad = torch.full_like(param, 2.0)
+    empty.step()
+    assert empty.norm_guard.last_step_skipped()
+    assert empty.norm_guard.stats().norms == 1
+    loaded = pickle.loads(pickle.dumps(empty.norm_guard))
+    optimizer = ours("SGD")([Parameter(torch.zeros(1))], lr=1.0, norm_guard=loaded)
+    with pytest.raises(RuntimeError, match="was unpickled without its process_group"):
+        optimizer.step()
+    optimizer.norm_guard = amp_ext.optim.NormGuard()
+    scaler = small_scaler(process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))
+    message = "norm_guard of the optimizer has no process_group, so ranks could"
+    with pytest.raises(RuntimeError, match=message):
+        scaler.step(optimizer)
+
+
+def a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks(rank: int) -> None:
+    param = Parameter(torch.zeros(4))
+    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
+    optimizer = ours("SGD")([param], lr=0.0, norm_guard=guard)
+    for asking, empty in [((0,), None), ((0, 1), 1), ((1,), None), ((1,), 1)]:
+        if rank in asking:
+            optimizer.inspect_next()
+        param.grad = None if rank == empty else torch.full((4,), 1.0 + rank)
+        optimizer.step()
+        expected = 2.0 if empty == 1 else math.sqrt(20.0)
+        assert optimizer.grad_norm.item() == pytest.approx(expected), (asking, empty)
+    assert_agreed(guard.stats().mean)
+    assert optimizer.inspection is not None
+
+
+def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
+    options_of: list[dict[str, Any]] = [{}, {"max_grad_norm": 1.0}, {"master_weights": "split"}]
+    options_of.append({"track_grad_norms": True})
+    for layout, options in [*itertools.product(layouts(), options_of)][::3]:
+        values = [torch.randn(shape).to(BF16) for shape in SHAPES]
+        params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
+        both = [ours("AdamW")(side, lr=0.1, **options) for side in (params, twins)]
+        for step in range(STEPS):
+            scaler = small_scaler() if step else None
+            if scaler is not None:
+                scaler.scale(torch.zeros(()))
+            give_exact_grads(params, twins, step == BAD_STEP, step)
+            params[1].grad = twins[1].grad = None
+            with collectives() as of_scan:
+                both[0].scan_gradients(torch.zeros(()))
+            with collectives() as sizes:
+                found = both[0].inspect(scaler)
+            scans = step > 0 or "max_grad_norm" in options
+            assert len(sizes) == len(of_scan) * (2 if scans else 1), sizes
+            wanted = both[1].inspect(scaler)
+            assert found.skipped == wanted.skipped == (step == BAD_STEP)
+            for name, numbers in wanted.to_dict()["params"].items():
+                got, moments = found.to_dict()["params"][name], numbers.pop("moment_norms")
+                assert got.pop("moment_norms") == pytest.approx(moments, rel=1e-9)
+                assert got == pytest.approx(numbers, rel=1e-9)
+            assert found.params.keys() == wanted.params.keys()
+            both[0].inspect_next()
+            for optimizer in both:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            assert both[0].inspection.to_dict() == found.to_dict()
+
+
+def averages_of_shards_are_those_of_the_whole(rank: int) -> None:
+    """Dithered ones too, and they are swapped and saved as shards."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 10).to(BF16)
+    alone = copy.deepcopy(model)
+    fully_sharded(model)
+    sides = []
+    for each in (model, alone):
+        optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.1)
+        sides.append((each, optimizer, amp_ext.optim.WeightAverage(optimizer, 0.9, dtype=BF16)))
+    for _ in range(4):
+        grads = [torch.randn(param.shape).to(BF16) for param in alone.parameters()]
+        for each, optimizer, _ in sides:
+            for param, grad in zip(each.parameters(), grads, strict=True):
+                is_sharded = isinstance(param, DTensor)
+                mesh = (param.device_mesh, param.placements) if is_sharded else None
+                param.grad = distribute_tensor(grad, *mesh) if mesh else grad.clone()
+            optimizer.step()
+    (_, _, ours), (_, _, whole_average) = sides
+    assert ours.n_averaged == 4
+    assert_same_bits(ours.averages, whole_average.averages)
+    before = [param.detach().clone() for param in model.parameters()]
+    with ours.swap():
+        assert_same_bits(model.parameters(), whole_average.averages)
+    assert_same_bits(model.parameters(), before)
+    saved = copy.deepcopy(ours.state_dict())
+    ours.restart()
+    ours.load_state_dict(saved)
+    assert_same_bits(ours.averages, whole_average.averages)
+    optimizer = sides[0][1]
+    optimizer.rebuild()
+    begun = amp_ext.optim.WeightAverage(optimizer)
+    masters = [optimizer.state[param]["master_param"] for param in model.parameters()]
+    assert_same_bits(begun.averages, masters)
+    optimizer.step()
+    for master in masters:
+        local_tensor(master).add_(1.0)  # of a parameter that was written, this would be lost
+    written = [whole(master).clone() for master in masters]
+    with begun.swap():
+        pass
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert_same_bits(masters, written)
+
+
+def averages_reach_parameters_that_are_gathered_and_models_that_are_whole(rank: int) -> None:
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    whole_one, model, x = copy.deepcopy(alone), copy.deepcopy(alone), torch.randn(8, 5)
+    fully_sharded(model[0])
+    fully_sharded(model)
+    runs: list[list[float]] = []
+    averages = []
+    for each in (alone, model):
+        optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.5)
+        average = amp_ext.optim.WeightAverage(optimizer, 0.5, model=each)
+        losses: list[float] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                losses += [loss.item(), each(x).square().mean().item()]  # gathered from now on
+                with average.swap():
+                    losses.append(each(x).square().mean().item())
+        runs.append(losses)
+        averages.append(average)
+    torch.testing.assert_close(runs[1], runs[0])
+    with torch.no_grad():
+        model(x)
+    averages[1].copy_to(whole_one)  # also of a model that has gathered its parameters
+    assert_same_bits(whole_one.parameters(), averages[1].averages)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"copy_to: 0.weight of model must be a whole tensor of s"):
+        averages[0].copy_to(model)
+    assert_same_bits(model.parameters(), before)
+    sharded, unsharded = averages[1].averaged_state_dict(), averages[0].averaged_state_dict()
+    for average, wrong, text in (
+        (averages[1], unsharded, r"module.0.weight must be a DTensor of sizes \[7, 5\], \(Shard"),
+        (averages[0], sharded, r"module.0.weight must be a whole tensor of sizes \[7, 5\]"),
+        (averages[1], averages[0].state_dict(), r"averages\[0\] must be a DTensor of sizes \[7, 5"),
+    ):
+        with pytest.raises(ValueError, match=f"^WeightAverage.load_state_dict: {text}"):
+            average.load_state_dict(wrong)
+    averages[1].load_state_dict(copy.deepcopy(sharded))
+    flat = FullyShardedDataParallel(torch.nn.Linear(5, 3), device_id=torch.device("cpu"))
+    average = amp_ext.optim.WeightAverage(amp_ext.optim.SGD(flat.parameters(), lr=0.5), model=flat)
+    with pytest.raises(
+        RuntimeError, match=r"swap: param 0 was flattened by FullyShardedDataParallel"
+    ):
+        average.swap().__enter__()
+    with pytest.raises(ValueError, match=r"averaged_state_dict: state_dict.. of model lacks"):
+        average.averaged_state_dict()
