@@ -26,7 +26,11 @@ PROGRAM = Path(__file__).resolve().parents[1] / "cpp" / "program"
 
 Run = Callable[..., str]
 
-CHECKS = re.findall(r"^AMP_EXT_CHECK\((\w+)\)", (PROGRAM / "checks.h").read_text(), re.MULTILINE)
+CHECKS = [
+    name
+    for file in sorted(PROGRAM.glob("checks_*.h"))
+    for name in re.findall(r"^AMP_EXT_CHECK\((\w+)\)", file.read_text(), re.MULTILINE)
+]
 
 
 @pytest.mark.parametrize("name", CHECKS)

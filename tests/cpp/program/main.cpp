@@ -7,7 +7,9 @@
 #include <string>
 
 #include "call_scenarios.h"
-#include "checks.h"
+#include "checks_files.h"
+#include "checks_optimizers.h"
+#include "checks_scaler.h"
 
 int main() {
   const std::map<std::string, std::function<void(const std::string&)>> commands = {
