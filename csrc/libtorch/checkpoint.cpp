@@ -21,6 +21,7 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <system_error>
 #include <utility>
 
 #include "files/atomic_file.h"
@@ -84,21 +85,23 @@ c10::IValue portable(const std::string& operation, const c10::IValue& value,
   return list;
 }
 
-// Lets torch's reader read a file that is in memory.
+// Lets torch's reader read bytes in memory, and never more than there are, as a damaged file may
+// ask.
 class BytesReader : public caffe2::serialize::ReadAdapterInterface {
  public:
-  explicit BytesReader(const std::vector<char>& bytes) : bytes_(bytes) {}
+  BytesReader(const char* bytes, size_t size) : bytes_(bytes), size_(size) {}
 
-  size_t size() const override { return bytes_.size(); }
+  size_t size() const override { return size_; }
   size_t read(uint64_t position, void* buffer, size_t count, const char*) const override {
-    const uint64_t begin = std::min<uint64_t>(position, bytes_.size());
-    count = std::min<size_t>(count, bytes_.size() - begin);
-    if (count > 0) std::memcpy(buffer, bytes_.data() + begin, count);
+    const uint64_t begin = std::min<uint64_t>(position, size_);
+    count = std::min<size_t>(count, size_ - begin);
+    if (count > 0) std::memcpy(buffer, bytes_ + begin, count);
     return count;
   }
 
  private:
-  const std::vector<char>& bytes_;
+  const char* const bytes_;
+  const size_t size_;
 };
 
 // Returns call(), and converts all exceptions to c10::Errors that name the operation.
@@ -140,9 +143,11 @@ std::vector<char> bytes_of(const std::string& operation, const c10::IValue& valu
   return file;
 }
 
-c10::IValue value_of(const std::string& operation, const std::vector<char>& bytes) {
+// Returns the value of a checkpoint. `source` is the path of a file or a BytesReader.
+template <typename Source>
+c10::IValue value_of(const std::string& operation, const Source& source) {
   try {
-    caffe2::serialize::PyTorchStreamReader reader(std::make_shared<BytesReader>(bytes));
+    caffe2::serialize::PyTorchStreamReader reader(source);
     // Loads all tensors to the CPU, whatever device they were saved from.
     return torch::jit::readArchiveAndTensors("data", "", "", std::nullopt, std::nullopt, at::kCPU,
                                              reader);
@@ -185,7 +190,7 @@ std::vector<char> state_to_bytes(const c10::IValue& value) {
 }
 
 c10::IValue state_from_bytes(const std::vector<char>& bytes) {
-  return value_of("state_from_bytes", bytes);
+  return value_of("state_from_bytes", std::make_shared<BytesReader>(bytes.data(), bytes.size()));
 }
 
 void save_state(const std::string& path, const c10::IValue& value) {
@@ -205,21 +210,10 @@ void save_state(const std::string& path, const c10::IValue& value) {
 }
 
 c10::IValue load_state(const std::string& path) {
-  const std::string operation = "load_state of " + path;
-  std::vector<char> bytes;
-  const bool is_read = with_errors_of(operation, [&] {
-    constexpr size_t kStretch = 1 << 20;
-    std::ifstream file(path, std::ios::binary);
-    while (file.good()) {
-      const size_t size = bytes.size();
-      bytes.resize(size + kStretch);
-      file.read(bytes.data() + size, kStretch);
-      bytes.resize(size + file.gcount());
-    }
-    return file.eof();
-  });
-  TORCH_CHECK(is_read, "load_state: path must be of a file that can be read, got ", path);
-  return value_of(operation, bytes);
+  std::error_code error;
+  TORCH_CHECK(std::filesystem::is_regular_file(path, error) && std::ifstream(path).good(),
+              "load_state: path must be of a file that can be read, got ", path);
+  return value_of("load_state of " + path, path);
 }
 
 // Archives of torch::save.
@@ -243,8 +237,9 @@ c10::IValue read(torch::serialize::InputArchive& archive, const char* operation)
       "wrote of the same class. If it is of torch::optim, load it with torch's class, and pass the "
       "moments to load_state_dict().");
   const at::Tensor bytes = tensor.cpu().contiguous();
-  const char* const begin = static_cast<const char*>(bytes.const_data_ptr());
-  return value_of(operation, std::vector<char>(begin, begin + bytes.numel()));
+  const auto size = static_cast<size_t>(bytes.numel());
+  return value_of(operation, std::make_shared<BytesReader>(
+                                 static_cast<const char*>(bytes.const_data_ptr()), size));
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "libtorch/optimizer_class.h"
+#include "libtorch/optimizer_impl.h"
 
 namespace amp_ext::optim {
 
