@@ -101,11 +101,11 @@ test-clients: $(BUILT)  ## Tests with Accelerate, Lightning, Transformers and ot
 # DeepSpeed builds its extension in the environment at first use, and torchao compiles for each shape.
 bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; RESULTS=, BENCH_ARGS=--quick, TEST=1
 	@export BASE_PYTHON=$(BASE_PYTHON) DS_BUILD_OPS=0 AMP_EXT_REQUIRE_PEERS=1; \
-	export PATH=$(CURDIR)/.venv-peers/bin:'$(PATH_BEFORE)'; \
-	export TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-peers/extensions; \
+	export PATH='$(PATH_BEFORE)' TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-peers/extensions; \
 	export TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.venv-peers/inductor; \
 	set -eo pipefail; source scripts/own_environment.sh; \
-	make_environment .venv-peers requirements-peers.txt; provide_extension; cd $$home; \
+	make_environment .venv-peers requirements-peers.txt; provide_extension; \
+	PATH=$(CURDIR)/$$home/bin:$$PATH; cd $$home; \
 	$$python $(if $(TEST),-m pytest $(CURDIR)/tests/programs/test_bench{$(COMMA)_peers}.py -p no:cacheprovider,\
 	    $(CURDIR)/benchmarks/peers.py --out $(abspath $(RESULTS))) $(BENCH_ARGS)
 
