@@ -185,7 +185,7 @@ def training_memory(
                 param.dtype,
                 param.numel(),
                 param.requires_grad,
-                ops.has_blocks(param, is_over_rows(param)),
+                ops.fits_blocks(param, is_over_rows(param)),
             )
             for param in model.parameters()
         ]

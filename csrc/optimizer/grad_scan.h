@@ -40,7 +40,9 @@ enum class NormSource {
   kGiven,     // the caller has them from a scaler, or has added them up over the ranks
   kLastScan,  // the last scan of the gradients
   kNewScan,   // a scan by the step itself
-  kAllRanks,  // the caller must add them up over the ranks first, because parameters are sharded
+  // The sums must be added up over the ranks first, because no rank has all gradients. The caller
+  // then passes them. An inspection that does not need them goes on with those of this rank.
+  kAllRanks,
 };
 
 // The settings of an optimizer that decide which norms a step wants.
@@ -50,7 +52,7 @@ struct NormSettings {
   bool tracks_grad_norms;  // every step reports the norm of each gradient and of all together
 };
 
-// The sums of squares that exist before a step: of all gradients, and of each one.
+// Which sums of squares exist before a step: that of all gradients, and that of each one.
 struct KnownSums {
   bool total;
   bool each;
@@ -96,10 +98,11 @@ class AMP_EXT_API GradScans {
   std::vector<GradScanResult> scan(ParamTable& params, const GradScanInputs& inputs,
                                    StepScratch& scratch);
 
-  // Returns the scans that a step uses, and forgets them: those of scan(), or new ones if it lacks
-  // sums, or if it uses what scan() found and a gradient has changed since. Adds the sum of squares
-  // to the options of the step if it wants the sum, and the flags of new scans if the step has a
-  // found_inf.
+  // Returns the scans that a step uses, and forgets them. These are the scans of scan(). If they
+  // lack sums that the step wants, or a gradient has changed since, the gradients are scanned
+  // again, or there are no scans if the step needs none. Puts the sum of squares into the options,
+  // unless it is given. The flags of new scans are added to the found_inf of the options, if there
+  // is one.
   std::vector<GradScan> take(ParamTable& params, GradientOptions& options, const StepNorms& norms,
                              StepScratch& scratch);
 

@@ -159,7 +159,7 @@ std::vector<int64_t> sizes_of_exponents(const at::Tensor& param) {
   return {param.size(0), blocks};
 }
 
-bool has_blocks(const at::Tensor& param, bool shards_whole_rows) {
+bool fits_blocks(const at::Tensor& param, bool shards_whole_rows) {
   return shards_whole_rows && param.numel() >= kLeastElements && param.dim() >= 2 &&
          elements_of_row(param) % kBlockSize == 0 && param.is_contiguous();
 }
@@ -169,7 +169,7 @@ std::vector<MomentFormat> formats_of(const StateDType& state_dtype,
                                      const at::Tensor& param, bool shards_whole_rows) {
   const auto* const given = std::get_if<at::ScalarType>(&state_dtype.value());
   const bool is_coded = param.scalar_type() != at::kDouble && state_dtype.is_coded();
-  const bool has_blocks_of_codes = is_coded && has_blocks(param, shards_whole_rows);
+  const bool has_blocks_of_codes = is_coded && fits_blocks(param, shards_whole_rows);
   const Codes codes = !has_blocks_of_codes    ? Codes::kRatios
                       : state_dtype == "8bit" ? Codes::kAll
                                               : Codes::kAllButRoots;

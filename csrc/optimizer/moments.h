@@ -51,7 +51,7 @@ std::vector<int64_t> sizes_of_exponents(const at::Tensor& param);
 // True if moments of a parameter can be quantized in blocks of 32 elements. The parameter must be
 // contiguous and have at least two dimensions, 4096 elements, and rows of a multiple of 32
 // elements. Only dimension 0 may be sharded (`shards_whole_rows`), because a block lies in a row.
-AMP_EXT_API bool has_blocks(const at::Tensor& param, bool shards_whole_rows = true);
+AMP_EXT_API bool fits_blocks(const at::Tensor& param, bool shards_whole_rows = true);
 
 // Returns the format of each moment, by the dtype and shape of `param`. Pass the unsharded
 // parameter, because all ranks must have the same formats.

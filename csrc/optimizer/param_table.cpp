@@ -59,7 +59,7 @@ std::unordered_map<const void*, ParamTable::Remembered> ParamTable::remembered()
   return all;
 }
 
-void ParamTable::take_scaled_grads(const ParamTable& before) {
+void ParamTable::inherit_scaled_grads(const ParamTable& before) {
   remembered_ = before.remembered();
   for (auto& [object, one] : remembered_) {
     one.param_of_master.reset();
@@ -169,7 +169,7 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
     if (list == kGrad) continue;
     const bool was_shared = slot.leave_lazy_clone(list);
     const bool has_moved = slot.take_fingerprint(list);
-    if (list == kParam && was_shared) follow_own_memory(slot);
+    if (list == kParam && was_shared) update_slots_of_storage(slot);
     if (!was_shared && !has_moved) continue;
     slot.args_are_current = false;
     memory_is_checked_ = false;
@@ -183,7 +183,7 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
 }
 
 // Updates other views of a parameter after leave_lazy_clone() has given their storage new memory.
-void ParamTable::follow_own_memory(const ParamSlot& slot) {
+void ParamTable::update_slots_of_storage(const ParamSlot& slot) {
   for (ParamSlot& other : slots_) {
     if (storage_of(other.param()) != storage_of(slot.param())) continue;
     other.fingerprints[kParam].storage = slot.fingerprints[kParam].storage;

@@ -59,10 +59,12 @@ class AMP_EXT_API ParamTable {
   // gradients is kept for the next register_params().
   void drop_slots();
 
-  // Copies from an earlier table of this optimizer which gradients still carry a loss scale.
-  void take_scaled_grads(const ParamTable& before);
+  // Remembers from an earlier table of this optimizer which gradients still carry a loss scale, for
+  // the next register_params(). Call it on a new table.
+  void inherit_scaled_grads(const ParamTable& before);
 
-  // Replaces all slots by copies of slots of another table, for a trial of a step.
+  // Replaces all slots, by copies of slots of another table with the same specs. Inspections step
+  // such copies to see what a step would do.
   void replace_slots(std::vector<ParamSlot> slots);
 
   const std::vector<ParamSlot>& slots() const { return slots_; }
@@ -72,7 +74,8 @@ class AMP_EXT_API ParamTable {
   bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // True if a parameter is a DTensor, sharded or replicated.
   bool has_shards() const { return has_shards_; }
-  // True if parameters are sharded, so that no rank alone knows the norm of all gradients.
+  // True if ranks hold different parts of a parameter, so that no rank alone knows the norm of all
+  // gradients. A replicated DTensor does not count.
   bool is_partitioned() const { return is_partitioned_; }
 
   // Sets the present tensor of a parameter and its gradient, the .grad of `param`, for the current
@@ -130,8 +133,10 @@ class AMP_EXT_API ParamTable {
   std::unordered_map<const void*, Remembered> remembered() const;
   OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_slot(ParamSlot& slot, const GroupTable& table);
-  // Updates other views of a parameter whose storage was a lazy clone and got memory of its own.
-  void follow_own_memory(const ParamSlot& slot);
+  // Updates all slots whose parameters share the storage of `slot`, a lazy clone (copy-on-write)
+  // that has just got memory of its own.
+  void update_slots_of_storage(const ParamSlot& slot);
+  // Throws if tensors share memory that a step writes, and lists the storages that it writes.
   void check_memory();
   // True if a gradient may share memory with a tensor that steps write.
   bool reaches_written_memory(const at::Tensor& grad) const;

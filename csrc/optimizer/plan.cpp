@@ -53,7 +53,7 @@ void Plan::check_not_swapped_in(const std::string& operation) const {
 }
 
 void Plan::take_over(const Plan& before) {
-  params_.take_scaled_grads(before.params_);
+  params_.inherit_scaled_grads(before.params_);
   outputs_.take_over(before.outputs_);
   last_step_.take_over(before.last_step_);
 }

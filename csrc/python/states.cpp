@@ -136,7 +136,7 @@ void define_states(py::module_& module) {
       "counts_for_states",
       [](const py::dict& group) { return saved_group(group).counts_for_states(); },
       py::arg("group"));
-  module.def("has_blocks", &optim::has_blocks, py::arg("param"), py::arg("shards_whole_rows"));
+  module.def("fits_blocks", &optim::fits_blocks, py::arg("param"), py::arg("shards_whole_rows"));
   module.def("fp32_master", &optim::fp32_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));
   module.def(
