@@ -22,6 +22,7 @@ __all__ = [
     "check_has_groups",
     "optimizer_inside",
     "sum_of_flags",
+    "takes_released_gradients",
     "takes_scale",
     "to_device",
     "unscaling_optimizer",
@@ -33,6 +34,7 @@ NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
 NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 _SUPPORTS = "_step_supports_amp_scaling"
+_TAKES_RELEASED = "_takes_released_gradients"
 
 
 @dataclass(slots=True)
@@ -50,12 +52,15 @@ class GradScan:
         squares_of_params: float64 of shape ``[parameters]``, the sum of squares of each gradient,
             NaN for a parameter without a gradient. None if these norms are not needed, or if no
             parameter is sharded.
+        counts_tensors: True if each flag is the number of parameters that were skipped, each for
+            its own gradient, because the gradients were released.
     """
 
     found_infs: Mapping[torch.device, Tensor]
     first_nonfinites: Mapping[torch.device, Tensor]
     sum_of_squares: Tensor | None = None
     squares_of_params: Tensor | None = None
+    counts_tensors: bool = False
 
 
 @dataclass(slots=True)
@@ -149,6 +154,11 @@ def takes_scale(optimizer: Any) -> bool:
             f"{type(optimizer).__name__}. Pass the inner optimizer to scaler.step()."
         )
     return True
+
+
+def takes_released_gradients(scaler: Any) -> bool:
+    """Returns True for a scaler whose ``step`` needs no gradients, if hooks have used them."""
+    return isinstance(scaler, torch.amp.GradScaler) and getattr(scaler, _TAKES_RELEASED, False)
 
 
 def _owner_of_hooks(optimizer: Any) -> Any:

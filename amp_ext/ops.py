@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     OptionDescription = _C.OptionDescription
     InspectedStep = _C.InspectedStep
     NormStatistics = _C.NormStatistics
+    GradientRelease = _C.GradientRelease
     Plan = _C.Plan
     PlanAnswer = _C.PlanAnswer
     WeightAverages = _C.WeightAverages

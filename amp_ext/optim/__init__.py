@@ -2,6 +2,7 @@
 
 from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.checkpoints import float32_state_dict
+from amp_ext.optim.gradient_release import GradientRelease, release_gradients
 from amp_ext.optim.inspection import Inspection, ParamInspection
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
@@ -19,6 +20,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "CosineAnnealingWeightDecay",
+    "GradientRelease",
     "Inspection",
     "LambdaWeightDecay",
     "Lion",
@@ -30,4 +32,5 @@ __all__ = [
     "WeightAverage",
     "WeightDecayScheduler",
     "float32_state_dict",
+    "release_gradients",
 ]

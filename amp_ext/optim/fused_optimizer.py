@@ -8,7 +8,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from amp_ext.optim.step_hooks import has_step_pre_hooks, with_step_hooks
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import local_tensor
+
+if TYPE_CHECKING:
+    from amp_ext.optim.gradient_release import GradientRelease
 
 __all__ = ["FusedOptimizer"]
 
@@ -115,6 +118,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
     _amp_context: AmpStepContext | None = None  # set by our scaler while it steps this optimizer
+    #: The handle from :func:`~amp_ext.optim.release_gradients`, or None.
+    gradient_release: GradientRelease | None = None
     grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
@@ -270,6 +275,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         example after states were moved to another device to free memory.
         """
         self._plan.forget()
+        if self.gradient_release is not None:
+            self.gradient_release.forget()
 
     # Masters.
 
@@ -366,6 +373,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             amp_context = context_from_attributes(self)
         loss = None
         if closure is not None:
+            self._check_not_released("step: a closure")
             if amp_context.grad_scale is not None:
                 raise RuntimeError(NO_CLOSURE)  # a closure's gradients would not be scaled
             with torch.enable_grad():
@@ -391,6 +399,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
+        if self.gradient_release is not None:
+            self.gradient_release.step(amp_context)
+            return
         plan, grad_scale = self._plan, amp_context.grad_scale
         guard = plan.norm_guard
         if guard is not None:
@@ -505,7 +516,38 @@ class FusedOptimizer(torch.optim.Optimizer):
             that is set to 1 if a gradient there has inf or NaN. If parameters are sharded, the
             gradients of all ranks count.
         """
+        if self.gradient_release is not None:
+            return self.gradient_release.scan()
         return self._scan(found_inf, grad_scale)
+
+    def check_scaler(self, scaler: Any, operation: str) -> None:
+        """Refuses an operation of a scaler if gradients are released with another scaler.
+
+        Args:
+            scaler: The scaler.
+            operation: The name of its method.
+
+        Raises:
+            RuntimeError: Also for ``unscale_``, because the gradients no longer exist.
+        """
+        if self.gradient_release is not None:
+            self.gradient_release.check_scaler(scaler, operation)
+
+    def _check_not_released(self, operation: str) -> None:
+        if self.gradient_release is not None:
+            ops.GradientRelease.throw_needs_gradients(f"{type(self).__name__}.{operation}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, as torch.optim.Optimizer does.
+
+        Ends an iteration whose gradients were released, if its batch is given up.
+
+        Args:
+            set_to_none: Sets gradients to None instead of filling them with 0.
+        """
+        super().zero_grad(set_to_none)
+        if self.gradient_release is not None:
+            self.gradient_release.give_up()
 
     def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
         found = self._ask_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
@@ -674,6 +716,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             >>> print(optimizer.inspect(scaler))
             >>> scaler.step(optimizer)
         """
+        self._check_not_released("inspect")
         return inspect_before_step(self, scaler)
 
     def inspect_next(self) -> None:
@@ -683,6 +726,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         error, or is skipped before the optimizer is called, the step after it is inspected instead.
         If parameters are sharded, all ranks have to call this method.
         """
+        self._check_not_released("inspect_next")
         self._plan.inspects_next = True
 
     # State dicts, pickles and copies.
@@ -777,6 +821,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if plan.compiled.failure != failure:
             plan.begin_anew(failure)
+        if self.gradient_release is not None:
+            self.gradient_release.forget()
         if tracks:
             self.track_grad_norms = True
         if guard is not None:  # in a shallow copy, the guard still belongs to the original

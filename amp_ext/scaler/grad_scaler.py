@@ -80,6 +80,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _takes_fp16 = False
+    _takes_released_gradients = True
     _hysteresis: int
     _hysteresis_tracker: Tensor | None = None
     _loss_scale: Any  # an ops.LossScale; None if scaling is disabled
@@ -572,6 +573,9 @@ def _start_iteration(
     compiled module's data about the optimizer until the update.
     """
     inside = optimizer_inside(optimizer)
+    check_scaler = getattr(inside, "check_scaler", None)
+    if check_scaler is not None:
+        check_scaler(scaler, operation)
     return scaler._loss_scale.start_iteration(operation, vars(scaler), state, inside)
 
 

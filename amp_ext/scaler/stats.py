@@ -34,6 +34,8 @@ class ScalerStats:
         largest_scale: Largest scale so far.
         last_nonfinite: Name of the first tensor with inf or NaN at the last skip that found one on
             this rank, or None. Without ``named_parameters()`` a position: "group 0, param 3".
+        skipped_tensors: Number of parameters that were skipped one by one, because their optimizer
+            releases its gradients.
     """
 
     updates: int
@@ -44,6 +46,7 @@ class ScalerStats:
     smallest_scale: float
     largest_scale: float
     last_nonfinite: str | None
+    skipped_tensors: int = 0
 
 
 @dataclass(frozen=True)

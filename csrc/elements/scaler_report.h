@@ -16,6 +16,7 @@ struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
   int64_t nonfinite_slot = -1;   // slot of the optimizer with the last inf or NaN gradient; or -1
   int64_t nonfinite_index = -1;  // index of that gradient in its optimizer; or -1
   int64_t nonfinite_update = 0;  // number of the update that reported that gradient; or 0
+  int64_t skipped_tensors = 0;   // number of skipped tensors of all released optimizers
   double scale = 0.0;            // scale after the last update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
@@ -41,6 +42,8 @@ struct OverflowFlag {
   // [1], index of the first gradient with inf or NaN; updates reset it to kNoTensor. May be null.
   int64_t* first_nonfinite;
   int64_t slot;  // index of the optimizer's report in ReportMemory::optimizers
+  // True if found_inf is the number of tensors that were skipped, each for its own gradient.
+  bool counts_tensors = false;
 };
 
 // Adds one flag to the reports, before the scale is updated; `found` is true if the flag is set.
@@ -50,6 +53,7 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
   const bool is_first = optimizer.update != report.updates + 1;
   if (is_first) optimizer.last_was_skipped = 0;
   optimizer.update = report.updates + 1;
+  if (flag.counts_tensors) report.skipped_tensors += static_cast<int64_t>(*flag.found_inf);
   if (found && optimizer.last_was_skipped == 0) {
     optimizer.last_was_skipped = 1;
     optimizer.skips += 1;

@@ -112,6 +112,7 @@ std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
 }  // namespace
 
 ScaledStep::~ScaledStep() = default;
+void ScaledStep::check_scaler(const LossScale&, const char*) {}
 
 std::optional<GradientScan> ScaledStep::scan_gradients(const at::Tensor&, const at::Tensor&) {
   return {};
@@ -139,6 +140,11 @@ struct GradScaler::State {
   // For each optimizer slot, the NormGuard of the optimizer, or null.
   std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;
   bool is_stepping = false;
+
+  void check_takes_scaler(Optimizer& optimizer, const char* operation) const {
+    auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
+    if (scaled != nullptr) scaled->check_scaler(loss_scale, operation);
+  }
 
   void check_scale(const char* operation) const {
     TORCH_CHECK(loss_scale.scale.defined(), "Attempted ", operation,
@@ -260,7 +266,8 @@ struct GradScaler::State {
                     "GradScaler.step: scan_gradients must give a first_nonfinite for each "
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
-        loss_scale.keep_first_nonfinites(iteration.slot, found->first_nonfinites);
+        loss_scale.keep_first_nonfinites(iteration.slot, found->first_nonfinites,
+                                         found->counts_tensors);
         iteration.found_infs = std::move(found->found_infs);
       } else {
         scan(iteration, {});
@@ -312,7 +319,11 @@ struct GradScaler::State {
   }
 };
 
-GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_unique<State>()) {
+std::shared_ptr<const LossScale> GradScaler::loss_scale() const {
+  return {state_, &checked("release_gradients").loss_scale};
+}
+
+GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_shared<State>()) {
   state_->enabled = options.enabled();
   if (options.enabled() && options.device() == at::kCUDA && !at::hasCUDA()) {
     TORCH_WARN(
@@ -367,6 +378,7 @@ void GradScaler::unscale_(Optimizer& optimizer) {
   if (!state.enabled) return;
   const at::NoGradGuard no_grad;
   state.check_scale("unscale_");
+  state.check_takes_scaler(optimizer, "unscale_");
   state.unscale(state.iteration_of(optimizer, "unscale_"));
 }
 
@@ -379,6 +391,7 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
   TORCH_CHECK(closure == nullptr,
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
+  state.check_takes_scaler(optimizer, "step");
   State::Iteration& iteration = state.iteration_of(optimizer, "step");
   iteration.check_needs_no_reset("step");
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);

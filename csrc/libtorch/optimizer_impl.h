@@ -83,10 +83,17 @@ struct FusedOptimizer::Impl {
   const OptimizerClass& optimizer_class;
   std::unique_ptr<Plan> plan;
   std::shared_ptr<NormGuard> norm_guard;  // null if there is no guard
+  std::shared_ptr<Released> released;     // null unless gradients are released
   size_t state_count = 0;                 // size of state() when the parameters were registered
   std::vector<Dict> other_entries;  // for each group, unknown entries of the loaded state dict
   Dict other_states = new_dict();   // states of the loaded state dict that belong to no parameter
 };
+
+// Returns the parameters of all groups, to be registered. Errors begin with the optimizer's name.
+std::vector<ParamTable::Param> params_in(const FusedOptimizer& optimizer, const char* name);
+
+// True if two states have the same tensors under the same keys.
+bool have_same_tensors(const StateMap& a, const StateMap& b);
 
 // Returns the name of a parameter for errors, for example "group 0, param 3".
 inline std::string place(size_t group, size_t index) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
+#include "libtorch/released_optimizer.h"
 #include "libtorch/values.h"
 #include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
@@ -424,6 +425,7 @@ struct FusedOptimizer::Load {
     auto plan = std::make_unique<Plan>(optimizer_class.name);
     plan->take_over(*impl.plan);  // takes what state dicts lack: the guard and tracking options
     impl.plan = std::move(plan);
+    if (impl.released != nullptr) impl.released->release.forget();
   }
 };
 

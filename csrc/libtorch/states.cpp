@@ -12,16 +12,12 @@
 
 namespace amp_ext::optim {
 
-namespace {
-
 bool have_same_tensors(const StateMap& a, const StateMap& b) {
   const auto are_same = [](const auto& one, const auto& other) {
     return one.first == other.first && one.second.is_same(other.second);
   };
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), are_same);
 }
-
-}  // namespace
 
 at::Tensor FusedParamState::get(const std::string& key) const {
   return tensor_under(tensors_, key);

@@ -6,12 +6,47 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
+#include "libtorch/released_optimizer.h"
 #include "optimizer/session.h"
 #include "optimizer/weight_average.h"
 
 namespace amp_ext::optim {
 
-void FusedOptimizer::rebuild() { checked("rebuild").plan->forget(); }
+void FusedOptimizer::rebuild() {
+  checked("rebuild").plan->forget();
+  if (impl_->released != nullptr) impl_->released->release.forget();
+}
+
+void FusedOptimizer::check_scaler(const LossScale& scaler, const char* operation) {
+  if (impl_ != nullptr && impl_->released != nullptr)
+    impl_->released->check_scaler(&scaler, operation);
+}
+
+void FusedOptimizer::zero_grad(bool set_to_none) {
+  Optimizer::zero_grad(set_to_none);
+  if (impl_ != nullptr && impl_->released != nullptr) impl_->released->give_up();
+}
+
+void FusedOptimizer::read_groups(GroupSettings& settings) {
+  const std::vector<PlacedOptions> placed = checked_groups();
+  std::vector<const GroupOptions*> groups;
+  for (const PlacedOptions& group : placed) groups.push_back(&group);
+  settings.read(impl_->optimizer_class.name, impl_->optimizer_class, groups);
+}
+
+std::vector<ParamTable::Param> params_in(const FusedOptimizer& optimizer, const char* name) {
+  std::vector<ParamTable::Param> params;
+  for (size_t group = 0; group < optimizer.param_groups().size(); ++group) {
+    const auto& in_group = optimizer.param_groups()[group].params();
+    for (size_t i = 0; i < in_group.size(); ++i) {
+      TORCH_CHECK(in_group[i].defined(), name, ": param of ", place(group, i),
+                  " must be a tensor, got an undefined one");
+      params.push_back({static_cast<int64_t>(group), static_cast<int64_t>(i),
+                        in_group[i].unsafeGetTensorImpl()});
+    }
+  }
+  return params;
+}
 
 // An operation of the plan. The constructor passes the present parameters to the plan, and
 // registers them again if they, the options or the number of states have changed.
@@ -20,10 +55,7 @@ struct FusedOptimizer::Operation : Session {
 
   Operation(FusedOptimizer& optimizer, const char* operation)
       : Session(*optimizer.checked(operation).plan, operation), optimizer(optimizer) {
-    const std::vector<PlacedOptions> placed = optimizer.checked_groups();
-    std::vector<const GroupOptions*> groups;
-    for (const PlacedOptions& group : placed) groups.push_back(&group);
-    read(optimizer.impl_->optimizer_class, groups);
+    optimizer.read_groups(*this);
     const auto for_each_param = [&](const auto& take) {
       for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
         for (const at::Tensor& param : optimizer.param_groups_[group].params()) {
@@ -51,17 +83,7 @@ struct FusedOptimizer::Operation : Session {
   }
 
   void register_params() {
-    std::vector<ParamTable::Param> registered;
-    for (size_t group = 0; group < optimizer.param_groups_.size(); ++group) {
-      const auto& params = optimizer.param_groups_[group].params();
-      for (size_t i = 0; i < params.size(); ++i) {
-        TORCH_CHECK(params[i].defined(), optimizer.impl_->optimizer_class.name, ": param of ",
-                    place(group, i), " must be a tensor, got an undefined one");
-        registered.push_back({static_cast<int64_t>(group), static_cast<int64_t>(i),
-                              params[i].unsafeGetTensorImpl()});
-      }
-    }
-    plan.register_params(specs, registered);
+    plan.register_params(specs, params_in(optimizer, optimizer.impl_->optimizer_class.name));
     optimizer.impl_->state_count = optimizer.state_.size();
   }
 };
@@ -103,6 +125,10 @@ at::Tensor FusedOptimizer::step(LossClosure closure) {
   checked("step");
   at::Tensor loss;
   if (closure != nullptr) {
+    if (impl_->released != nullptr) {
+      amp_ext::GradientRelease::throw_needs_gradients(
+          c10::str(impl_->optimizer_class.name, ".step: a closure"));
+    }
     const at::AutoGradMode enable_grad(true);
     loss = closure();
   }
@@ -116,12 +142,23 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 }
 
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
-  const std::shared_ptr<NormGuard>& guard = checked("step").norm_guard;
+  const std::shared_ptr<Released> released = checked("step").released;
+  if (released == nullptr) return run_step(grad_scale, found_inf, {}, {});
+  const auto found = released->found_before_step(grad_scale, found_inf);
+  run_step(grad_scale, found_inf, found.sum_of_squares, found.squares_of_params);
+  released->complete();
+}
+
+// Steps all parameters that have a gradient. The sums of squares are those that hooks have found.
+void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                              const at::Tensor& sum_of_squares,
+                              const at::Tensor& squares_of_params) {
+  const std::shared_ptr<NormGuard>& guard = impl_->norm_guard;
   // The warning is about earlier steps. It comes before this step, because a handler may throw.
   if (guard != nullptr && guard->statistics_->must_warn()) TORCH_WARN(NormStatistics::warning());
   Operation operation(*this, "step");
-  GradientOptions options =
-      operation.gradient_options(if_defined(grad_scale), if_defined(found_inf));
+  GradientOptions options = operation.gradient_options(
+      if_defined(grad_scale), if_defined(found_inf), if_defined(sum_of_squares));
   const ParamTable& params = operation.plan.params();
   if (const auto index = operation.plan.last_step().find_uncounted_write(params)) {
     const ParamSlot& slot = params.slots()[*index];
@@ -129,7 +166,7 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   }
   try {
     Store store(*this, operation.specs);
-    operation.plan.step(operation.table, std::move(options), store);
+    operation.plan.step(operation.table, std::move(options), store, squares_of_params);
   } catch (c10::Error& error) {
     if (!operation.plan.failure().empty()) {
       error.add_context(
@@ -141,6 +178,12 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
 
 std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& found_inf,
                                                            const at::Tensor& grad_scale) {
+  if (const auto released = checked("scan_gradients").released) {
+    released->found = released->collect();
+    GradientScan scan{released->found.skipped, released->found.first_nonfinites};
+    scan.counts_tensors = true;
+    return scan;
+  }
   Operation operation(*this, "scan_gradients");
   GradientScan scan;
   for (const GradScanResult& result :

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <chrono>
 #include <utility>
 
 #include "optimizer/session.h"
@@ -19,27 +20,31 @@ constexpr const char* kHowToGoOn =
 Plan::Plan(std::string optimizer, std::string failure)
     : params_({std::move(optimizer), {}, Naming::kGroups}), failure_(std::move(failure)) {}
 
-Plan::Lock::Lock(Plan& plan, const char* operation) : plan_(plan) {
+Plan::Claim::Claim(Plan& plan, const char* operation, bool waits) : plan_(plan) {
   const auto thread = std::this_thread::get_id();
   std::thread::id user;
-  const std::string& optimizer = plan.params_.operation();
-  TORCH_CHECK(
-      plan.user_.compare_exchange_strong(user, thread), optimizer, ".", operation, ": thread ",
-      thread, " called the optimizer while thread ", user,
-      " was inside a call of it. Let one thread at a time use it, for example with a lock.");
+  while (!plan.user_.compare_exchange_strong(user, thread)) {
+    TORCH_CHECK(
+        waits && user != thread, plan.params_.operation(), ".", operation, ": thread ", thread,
+        " called the optimizer while thread ", user,
+        " was inside a call of it. Let one thread at a time use it, for example with a lock.");
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    user = {};
+  }
   if (plan.failure_.empty() && !plan.is_swapped_in_) return;
   plan.user_ = std::thread::id();
   plan.check_not_swapped_in(operation);
-  TORCH_CHECK(false, optimizer, ".", operation, ": an earlier step failed after updating ",
-              plan.failure_, ". ", kHowToGoOn, ".");
+  TORCH_CHECK(false, plan.params_.operation(), ".", operation,
+              ": an earlier step failed after updating ", plan.failure_, ". ", kHowToGoOn, ".");
 }
+
+Plan::Claim::~Claim() { plan_.user_ = std::thread::id(); }
 
 Plan::Lock::~Lock() {
   // After an error, no later step may use the scan that was made for this one.
   if (std::uncaught_exceptions() > exceptions_) plan_.scans_.forget();
   plan_.params_.release_params();
   if (plan_.must_forget_) plan_.drop_slots();
-  plan_.user_ = std::thread::id();
 }
 
 void check_weights_are_in(const std::string& operation, bool is_swapped) {
@@ -122,14 +127,14 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.empty());
     last_step_.remember(params_);
   } catch (...) {
-    failure_ = outcome.text();
+    set_failure(outcome.text());
     throw;
   }
 }
 
-void Session::read(const optim::OptimizerDescription& description,
-                   const std::vector<const optim::GroupOptions*>& groups) {
-  const std::string& optimizer = plan.params().operation();
+void GroupSettings::read(const std::string& optimizer,
+                         const optim::OptimizerDescription& description,
+                         const std::vector<const optim::GroupOptions*>& groups) {
   table = description.table(groups);
   clipping = optim::clipping_options(optimizer, groups);
   for (size_t i = 0; i < groups.size(); ++i) {

@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "devices/dispatch.h"
@@ -33,19 +34,33 @@ void check_weights_are_in(const std::string& operation, bool is_swapped);
 // groups differ from the registered ones, it registers them again. Then it calls scan() or step().
 class AMP_EXT_API Plan {
  public:
+  // Marks the plan as used by this thread. Throws if another operation is running, an earlier step
+  // failed after updating parameters, or averages are swapped in. The error names `operation`. With
+  // `waits`, waits until an operation of another thread has ended.
+  class AMP_EXT_API Claim {
+   public:
+    Claim(Plan& plan, const char* operation, bool waits = false);
+    ~Claim();
+    Claim(const Claim&) = delete;
+    Claim& operator=(const Claim&) = delete;
+
+   private:
+    Plan& plan_;
+  };
+
   // The lock that a thread holds during an operation of the plan. Its end drops all references to
   // parameters and gradients, so that users can free them or call torch.utils.swap_tensors.
   class AMP_EXT_API Lock {
    public:
-    // Throws if another operation is running, an earlier step failed after updating parameters, or
-    // averages are swapped in. The error names `operation`.
-    Lock(Plan& plan, const char* operation);
+    // Throws like Claim.
+    Lock(Plan& plan, const char* operation) : plan_(plan), claim_(plan, operation) {}
     ~Lock();
     Lock(const Lock&) = delete;
     Lock& operator=(const Lock&) = delete;
 
    private:
     Plan& plan_;
+    const Claim claim_;
     const int exceptions_ = std::uncaught_exceptions();
   };
 
@@ -97,6 +112,9 @@ class AMP_EXT_API Plan {
   void step(GroupTable& table, GradientOptions options, StateStore& store,
             const at::Tensor& squares_of_params = {});
 
+  // Refuses all operations from now on, as after a step that came as far as `failure` says; empty:
+  // no step has failed.
+  void set_failure(std::string failure) { failure_ = std::move(failure); }
   // Returns how far a failed step came: "3 of 8 parameters"; else an empty string.
   const std::string& failure() const { return failure_; }
   // Returns failure() and what the user can do, for an error.

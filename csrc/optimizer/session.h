@@ -5,6 +5,7 @@
 #include <amp_ext/export.h>
 #include <amp_ext/options.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,13 +27,20 @@ inline OptionalTensor if_defined(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// Holds the lock of the plan, and the options of the parameter groups once they are read.
-struct AMP_EXT_API Session {
-  Session(Plan& plan, const char* operation) : plan(plan), lock(plan, operation) {}
+// The options of all parameter groups.
+struct AMP_EXT_API GroupSettings {
+  optim::ClippingOptions clipping;
+  GroupTable table;
+  std::vector<optim::StateSpec> specs;  // [groups]
 
-  // Reads the options of all groups. Throws if the clipping options of groups differ.
-  void read(const optim::OptimizerDescription& description,
+  // Reads the options. Throws if the clipping options of groups differ.
+  void read(const std::string& optimizer, const optim::OptimizerDescription& description,
             const std::vector<const optim::GroupOptions*>& groups);
+};
+
+// Holds the lock of the plan, and the options of the parameter groups once they are read.
+struct Session : GroupSettings {
+  Session(Plan& plan, const char* operation) : plan(plan), lock(plan, operation) {}
 
   // Passes all parameters to the plan. `for_each_param` calls its argument with the group and the
   // identity of each parameter, and with a function that returns the tensor, until the call returns
@@ -63,9 +71,6 @@ struct AMP_EXT_API Session {
 
   Plan& plan;
   Plan::Lock lock;
-  optim::ClippingOptions clipping;
-  GroupTable table;
-  std::vector<optim::StateSpec> specs;  // [groups]
 };
 
 }  // namespace amp_ext

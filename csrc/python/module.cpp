@@ -21,6 +21,7 @@ PYBIND11_MODULE(_C, module) {
   python::define_lists(module);
   python::define_guard(module);
   python::define_plan(module);
+  python::define_gradient_release(module);
   python::define_states(module);
   module.def("cpu_isa", &cpu_isa);
   module.def("configured_options", &optim::configured_options);

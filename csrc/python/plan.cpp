@@ -3,7 +3,6 @@
 
 #include <amp_ext/options.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -18,68 +17,52 @@
 #include "optimizer/inspection.h"
 #include "optimizer/session.h"
 #include "optimizer/weight_average.h"
-#include "python/group_options.h"
 #include "python/module.h"
-#include "python/state_snapshot.h"
+#include "python/plan_of_python.h"
 
 namespace amp_ext::python {
 
-// Names of attributes, interned and never freed.
-struct Names {
-  PyObject* param_groups = PyUnicode_InternFromString("param_groups");
-  PyObject* state = PyUnicode_InternFromString("state");
-  PyObject* is_used = PyUnicode_InternFromString("is_used");
-};
-
-// The compiled half of StepPlan, whose Python half handles dicts and DTensors. StepPlan is passed
-// to each call: a stored reference would hide a cycle from Python's garbage collector.
-class PlanOfPython : public Plan {
- public:
-  PlanOfPython(std::string optimizer, std::shared_ptr<BoundDescription> described,
-               const PlanOfPython* before, std::string failure)
-      : Plan(std::move(optimizer), std::move(failure)), described(std::move(described)) {
-    if (before != nullptr) take_over(*before);
-  }
-
-  void forget() {
-    Plan::forget();
-    states.clear();
-    state_keys = py::set();
-  }
-
-  // Reads the options of the parameter groups, and returns the groups. Throws if an option is
-  // invalid or is a torch.dtype, which Python's check of the groups replaces by its name.
-  std::vector<py::dict> read_groups(Session& session, py::handle optimizer) const {
-    std::vector<py::dict> groups;
-    for (const py::handle group : py::object(py::getattr(optimizer, names.param_groups)))
-      groups.push_back(py::cast<py::dict>(group));
-    std::vector<DictOptions> options;
-    options.reserve(groups.size());
-    std::vector<const optim::GroupOptions*> read;
-    for (const py::dict& group : groups) read.push_back(&options.emplace_back(*described, group));
-    session.read(described->description, read);
-    const std::optional<double> max_grad_norm = session.clipping.max_grad_norm;
-    if (max_grad_norm.has_value() && !(*max_grad_norm >= 0.0))
-      throw py::value_error("max_grad_norm");
-    for (size_t i = 0; i < options.size(); ++i) {
-      const GroupTable::Entry& entry = session.table.groups[i];
-      if (entry.not_a_number != nullptr) throw py::value_error(entry.not_a_number);
-      if (!(entry.common->clip_value >= 0.0)) throw py::value_error("clip_value");
-      const py::handle dtype = options[i].value(described->description.option("state_dtype"));
-      if (THPDtype_Check(dtype.ptr())) throw py::value_error("state_dtype");
+void put_states(const py::object& states, const py::dict& made) {
+  struct Change {
+    py::dict there, wanted, before;  // `before` keeps replaced values alive during the writes
+  };
+  std::vector<Change> changes;
+  py::dict added;
+  for (const auto& [param, state] : made) {
+    const py::object there = states.attr("get")(param);
+    if (PyDict_CheckExact(there.ptr())) {
+      changes.push_back({there, py::reinterpret_borrow<py::dict>(state), there.attr("copy")()});
+    } else {
+      added[param] = state;
     }
-    return groups;
   }
+  states.attr("update")(added);
+  for (const auto& [there, wanted, before] : changes) {
+    PyDict_Update(there.ptr(), wanted.ptr());
+    for (const auto& [key, value] : before) {
+      if (PyDict_Contains(wanted.ptr(), key.ptr()) == 0) PyDict_DelItem(there.ptr(), key.ptr());
+    }
+  }
+}
 
-  // Returns the member of PlanAnswer in Python, which callers compare with `is`.
-  py::object answer(PlanAnswer answer) const { return answers[static_cast<size_t>(answer)]; }
+std::vector<ParamState> states_of_step(const py::object& initialized, py::set& keys) {
+  std::vector<ParamState> states;
+  for (const py::handle each : initialized) {
+    const auto parts = py::cast<std::tuple<optim::StateSpec*, optim::ParamRef*, py::dict>>(each);
+    states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
+                                          state_of(std::get<2>(parts))));
+    for (const auto& part : std::get<2>(parts)) keys.add(part.first);
+  }
+  return states;
+}
 
-  const std::shared_ptr<BoundDescription> described;
-  const Names names;
-  const py::tuple answers{py::type::of<PlanOfPython>().attr("_answers")};
-  StateSnapshot states;
-  py::set state_keys;  // keys of the state tensors that steps read and write
-};
+std::vector<ParamTable::Param> params_in(const std::vector<ParamRow>& rows) {
+  std::vector<ParamTable::Param> params;
+  for (const auto& [group, index, param, partition, global_offset] : rows) {
+    params.push_back({group, index, param.ptr(), partition, global_offset});
+  }
+  return params;
+}
 
 namespace {
 
@@ -130,31 +113,6 @@ struct Operation : Session {
   }
 };
 
-// Puts completed states into optimizer.state. Existing dicts are updated in place, because users
-// may hold references to them. Everything that may run Python code comes before the first write.
-void put_states(const py::object& states, const py::dict& made) {
-  struct Change {
-    py::dict there, wanted, before;  // `before` keeps replaced values alive during the writes
-  };
-  std::vector<Change> changes;
-  py::dict added;
-  for (const auto& [param, state] : made) {
-    const py::object there = states.attr("get")(param);
-    if (PyDict_CheckExact(there.ptr())) {
-      changes.push_back({there, py::reinterpret_borrow<py::dict>(state), there.attr("copy")()});
-    } else {
-      added[param] = state;
-    }
-  }
-  states.attr("update")(added);
-  for (const auto& [there, wanted, before] : changes) {
-    PyDict_Update(there.ptr(), wanted.ptr());
-    for (const auto& [key, value] : before) {
-      if (PyDict_Contains(wanted.ptr(), key.ptr()) == 0) PyDict_DelItem(there.ptr(), key.ptr());
-    }
-  }
-}
-
 // The states of a step in the dicts of a Python optimizer. keep() is the last Python code of a
 // step: it stores the states, marks the scaler's context as used, and releases the GIL.
 class StatesOfPython : public StateStore {
@@ -166,14 +124,7 @@ class StatesOfPython : public StateStore {
     const py::gil_scoped_acquire acquire;  // inspections run without the GIL
     const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
     made_ = found[0];
-    std::vector<ParamState> states;
-    for (const py::handle each : found[1]) {
-      const auto parts = py::cast<std::tuple<optim::StateSpec*, optim::ParamRef*, py::dict>>(each);
-      states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
-                                            state_of(std::get<2>(parts))));
-      for (const auto& part : std::get<2>(parts)) operation_.mine.state_keys.add(part.first);
-    }
-    return states;
+    return states_of_step(found[1], operation_.mine.state_keys);
   }
 
   void keep() override {
@@ -204,22 +155,14 @@ class StatesOfPython : public StateStore {
   std::optional<py::gil_scoped_release> release_;
 };
 
-// Registers the parameters of an optimizer again. Each of `rows` has the fields of a
-// ParamTable::Param: group, index in the group, parameter, partition (None unless a DTensor) and
-// global offset.
-void register_params(
-    PlanOfPython& mine, const py::object& optimizer, const char* operation,
-    const std::vector<std::tuple<int64_t, int64_t, py::handle, std::optional<int64_t>, int64_t>>&
-        rows) {
+// Registers the parameters of an optimizer again.
+void register_params(PlanOfPython& mine, const py::object& optimizer, const char* operation,
+                     const std::vector<ParamRow>& rows) {
   Session session(mine, operation);
   mine.read_groups(session, optimizer);
-  std::vector<ParamTable::Param> params;
-  for (const auto& [group, index, param, partition, global_offset] : rows) {
-    params.push_back({group, index, param.ptr(), partition, global_offset});
-  }
   mine.states.clear();
   mine.state_keys = py::set();
-  mine.register_params(std::move(session.specs), params);
+  mine.register_params(std::move(session.specs), params_in(rows));
 }
 
 // Runs a scan without the GIL. Returns for each device and partition found_inf, first_nonfinite,

@@ -51,7 +51,8 @@ struct LossScaleOfPython : LossScale {
     for (const py::handle each : state["scan"].attr("first_nonfinites").attr("values")()) {
       first_nonfinites.push_back(py::cast<at::Tensor>(each));
     }
-    keep_first_nonfinites(slot, first_nonfinites);
+    keep_first_nonfinites(slot, first_nonfinites,
+                          py::cast<bool>(state["scan"].attr("counts_tensors")));
   }
 };
 
@@ -347,7 +348,8 @@ void define_loss_scale(py::module_& module) {
             const std::string& name = stats.last_nonfinite;
             return std::make_tuple(stats.updates, stats.steps, stats.skips, stats.consecutive_skips,
                                    stats.scale, stats.smallest_scale, stats.largest_scale,
-                                   name.empty() ? std::nullopt : std::optional(name));
+                                   name.empty() ? std::nullopt : std::optional(name),
+                                   stats.skipped_tensors);
           },
           py::arg("initial_scale"))
       .def("history", [](const LossScaleOfPython& self) {

@@ -52,13 +52,14 @@ void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyper
   }
   std::vector<OverflowFlag> on_engine;
   for (size_t i = 0; i < flags.size(); ++i) {
-    const auto& [found_inf, first, slot] = flags[i];
+    const auto& [found_inf, first, slot, counts_tensors] = flags[i];
     check_number(operation, c10::str("found_infs[", i, "]"), found_inf, at::kFloat, device);
     if (first.defined()) {
       check_number(operation, c10::str("first_nonfinites[", i, "]"), first, at::kLong, device);
     }
     on_engine.push_back({found_inf.const_data_ptr<float>(),
-                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, slot});
+                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, slot,
+                         counts_tensors});
   }
   const ScaleUpdate update{
       hyperparameters,
@@ -157,8 +158,9 @@ at::Tensor LossScale::first_nonfinite(int64_t slot, const at::Device& device) {
   return first;
 }
 
-void LossScale::keep_first_nonfinites(int64_t slot,
-                                      const std::vector<at::Tensor>& first_nonfinites) {
+void LossScale::keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites,
+                                      bool counts_tensors) {
+  report_slot_of(slot).counts_tensors = counts_tensors;
   std::vector<at::Tensor>& kept = report_slot_of(slot).first_nonfinites;
   for (const at::Tensor& first : first_nonfinites) {
     const auto is_alive = [&](const at::Tensor& each) { return each.device() == first.device(); };
@@ -196,7 +198,8 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
       elsewhere.push_back(first);
       first = to_device(first, scale.device());
     }
-    reported.push_back({to_device(found_inf, scale.device()), first, slot});
+    reported.push_back(
+        {to_device(found_inf, scale.device()), first, slot, report_slot_of(slot).counts_tensors});
   }
   LossScaleHyperparameters rules = hyperparameters;
   rules.dynamic = rules.dynamic && follows;
@@ -288,10 +291,11 @@ ScalerStats LossScale::stats(double initial_scale) const {
   if (report.updates == 0) {
     return {0, 0, 0, 0, initial_scale, initial_scale, initial_scale, {}};
   }
-  return {report.updates,       report.updates - report.skips,
-          report.skips,         report.consecutive_skips,
-          report.scale,         report.smallest_scale,
-          report.largest_scale, name_of_nonfinite(report)};
+  return {report.updates,        report.updates - report.skips,
+          report.skips,          report.consecutive_skips,
+          report.scale,          report.smallest_scale,
+          report.largest_scale,  name_of_nonfinite(report),
+          report.skipped_tensors};
 }
 
 ScaleHistory LossScale::history() const {

@@ -43,6 +43,7 @@ struct ReportedFlag {
   at::Tensor found_inf;        // [] float32, not 0 after an overflow
   at::Tensor first_nonfinite;  // [] int64 index of the first gradient with inf or NaN, or undefined
   int64_t slot;                // index of the optimizer's report in the monitor
+  bool counts_tensors = false;  // see OverflowFlag
 };
 
 // Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
@@ -97,7 +98,9 @@ class AMP_EXT_API LossScale {
   at::Tensor first_nonfinite(int64_t slot, const at::Device& device);
 
   // Stores the first_nonfinite tensors, one per device, of an optimizer with its own scan.
-  void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites);
+  // `counts_tensors` is that of its flags, see OverflowFlag.
+  void keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor>& first_nonfinites,
+                             bool counts_tensors);
 
   // Makes check_scales() throw after the next update if `differ`, a [] bool, is true.
   void note_different_scales(int64_t slot, const at::Device& device, const at::Tensor& differ);
@@ -138,6 +141,7 @@ class AMP_EXT_API LossScale {
     NameOf name_of;
     std::function<bool()> guard_has_skipped;
     std::vector<at::Tensor> first_nonfinites = {};  // [] int64, one for each device
+    bool counts_tensors = false;                    // of the last scan, see OverflowFlag
     bool awaits_update = false;  // a scan may have written first_nonfinites since the last update
   };
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import rank_checks_dtensors, rank_checks_models, rank_checks_watching, ranks
+from harness import (
+    rank_checks_dtensors,
+    rank_checks_models,
+    rank_checks_release,
+    rank_checks_watching,
+    ranks,
+)
 from harness.rows import rows
 
 import amp_ext
@@ -51,6 +57,10 @@ CHECKS = {
         rank_checks_models.a_process_group_makes_ranks_skip_together,
         rank_checks_models.ranks_with_different_scales_skip_and_say_so,
         rank_checks_models.a_sharded_scaler_is_that_of_torch_and_ours,
+    ],
+    "released": [
+        rank_checks_release.sharded_parameters_are_stepped_in_backward_with_the_same_bits,
+        rank_checks_release.replicas_and_scaled_shards_are_refused,
     ],
     "dead-rank": [rank_checks_models.a_dead_rank_is_an_error_on_the_others],
 }

@@ -116,7 +116,7 @@ def test_more_optimizers_than_one_launch_takes(unscale, device):
         assert [i for i, s in enumerate(skips(scaler, *optimizers)[1:]) if s] == list(culprits)
         if culprits:
             assert cases.name_of_last(scaler) == f"of {culprits[-1]}"
-    assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 128")
+    assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 128", 0)
 
 
 def test_optimizers_that_come_later_leave_earlier_answers_alone(device):
@@ -140,7 +140,7 @@ def test_what_foreign_code_finds_after_a_step_counts(make, device):
         cases.set_recorded(scaler, optimizer, found)
         scaler.update()
         assert skips(scaler, optimizer) == [bool(found)] * 2
-    assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None)
+    assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None, 0)
 
 
 def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog):
@@ -267,6 +267,7 @@ def assert_whole(scaler, newest):
         *(updates, updates - skips, skips, int(updates > 0 and updates % 2 == 0)),
         *(8.0 if updates % 2 else 4.0, 4.0, 8.0 if updates else 4.0),
         "of 49" if skips else None,
+        0,
     )
     assert history.updates == list(range(1, seen + 1))
     assert history.skipped == [number % 2 == 0 for number in history.updates]

@@ -23,6 +23,11 @@ class OutputArchive;
 
 namespace amp_ext {
 
+class LossScale;
+namespace optim {
+class GradientRelease;
+}
+
 // Options of GradScaler, set by chained calls:
 // GradScalerOptions().device(torch::kCPU).init_scale(1024).
 struct GradScalerOptions {
@@ -55,6 +60,8 @@ struct GradientScan {
   // parameters of all groups. Scans only lower this index. GradScaler::update reads the index and
   // resets it to INT64_MAX, which means "none".
   std::vector<at::Tensor> first_nonfinites;
+  // True if each flag is the number of parameters that were skipped, each for its own gradient.
+  bool counts_tensors = false;
 };
 
 // Interface of optimizers that unscale gradients inside their step and skip it on the device,
@@ -78,6 +85,9 @@ class AMP_EXT_API ScaledStep {
   // True if this optimizer unscales gradients inside its step. If false, the scaler treats it like
   // any other torch::optim::Optimizer.
   virtual bool unscales_in_step() const { return true; }
+
+  // Throws if this optimizer can't take part in a method of a scaler, which is called `operation`.
+  virtual void check_scaler(const LossScale& scaler, const char* operation);
 };
 
 // Scales the loss so that float16 gradients neither vanish nor overflow. Methods, order of calls,
@@ -148,12 +158,16 @@ class AMP_EXT_API GradScaler {
   void load_state_dict(const c10::IValue& state_dict);
 
  private:
+  friend class optim::GradientRelease;
   struct State;
+
+  // Returns the scale of an enabled scaler, which moves with the scaler.
+  std::shared_ptr<const LossScale> loss_scale() const;
 
   // Returns the state. If the scaler was moved from, throws an error that names `operation`.
   State& checked(const char* operation) const;
 
-  std::unique_ptr<State> state_;  // null after a move
+  std::shared_ptr<State> state_;  // null after a move
 };
 
 // For torch::save(scaler, path) and torch::load(scaler, path).

@@ -22,7 +22,9 @@
 #include <vector>
 
 namespace amp_ext {
+class LossScale;
 class Plan;
+struct GroupSettings;
 }  // namespace amp_ext
 
 namespace amp_ext::optim {
@@ -297,6 +299,11 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                              const at::Tensor& grad_scale) override;
   // True for the classes of this file. A derived class that keeps step() may return true as well.
   bool unscales_in_step() const override;
+  void check_scaler(const LossScale& scaler, const char* operation) override;
+
+  // Resets all gradients, as torch's method does, which this one hides. Also ends an iteration
+  // whose gradients were released, if its batch is given up.
+  void zero_grad(bool set_to_none = true);
 
   // Returns an object that identifies the optimizer and moves with it; null after a move.
   std::shared_ptr<const void> identity() const;
@@ -357,11 +364,14 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                  std::unique_ptr<FusedOptions> defaults);
 
  private:
+  friend class GradientRelease;
   friend class WeightAverage;
 
   struct Impl;
   struct Load;
   struct Operation;
+  struct Released;
+  class StatesOfHook;
   class Store;
   using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -375,10 +385,13 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                     const std::vector<ParamRef>& params) const;
   bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
+  void read_groups(GroupSettings& settings);
   void average(
       const char* name,
       const std::function<void(Plan&, const std::unordered_map<int64_t, at::Tensor>&)>& call);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
+  void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf,
+                const at::Tensor& sum_of_squares, const at::Tensor& squares_of_params);
 
   std::shared_ptr<Impl> impl_;  // null after a move
 };

@@ -18,6 +18,9 @@ struct ScalerStats {
   // Position of the first gradient with inf or NaN at the last skipped step, such as "group 0,
   // param 3"; empty if unknown.
   std::string last_nonfinite;
+  // Number of parameters that were skipped one by one, because their optimizer releases its
+  // gradients.
+  int64_t skipped_tensors = 0;
 };
 
 }  // namespace amp_ext

@@ -1,0 +1,841 @@
+"""Parameters that are stepped during the backward pass, one by one, with their gradients freed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import optimizer_cases as cases
+from harness.edge_shapes import BF16, F16, F32, F64
+from harness.optimizer_cases import assert_same_bits, bits_of, make_params, ours, twins
+from harness.reference import same_bits
+from harness.rows import rows
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_ext
+from amp_ext.optim import AdamW, NormGuard, WeightAverage, release_gradients
+
+SHAPES = [(130, 32), (127, 33), (5, 7), (), (0, 32), (4096,)]
+
+FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (F32, {}),
+    "fp64": (F64, {}),
+    "bf16": (BF16, {}),
+    "fp16": (F16, {}),
+    "fp16-split": (F16, {"master_weights": "split"}),
+    "bf16-split8-8bit": (BF16, {"master_weights": "split8", "state_dtype": "8bit"}),
+    "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": BF16}),
+    "fp32-8bit-bf16": (F32, {"state_dtype": "8bit-bf16"}),
+}
+
+
+def cpu_scaler(scale: float = 1024.0, **options: Any) -> amp_ext.GradScaler:
+    return amp_ext.GradScaler("cpu", init_scale=scale, **options)
+
+
+def give(scaler: Any, params: list[Any], grads: list[Tensor]) -> None:
+    """Runs a backward pass that gives parameters these gradients, scaled."""
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))
+        grads = [grad * scaler._scale.to(grad.dtype) for grad in grads]
+    torch.autograd.backward(params, grads)
+
+
+def train(
+    optimizer: Any, scaler: Any, release: Any, micro_batches: int, steps: int, seed: int = 0
+) -> None:
+    params = cases.params_of(optimizer)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for index in range(micro_batches):
+            grads = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+            accumulates = release is not None and index < micro_batches - 1
+            with release.paused() if accumulates else contextlib.nullcontext():
+                give(scaler, params, grads)
+        assert all((param.grad is None) == (release is not None) for param in params)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+
+def assert_trains_alike(
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    scaled: bool,
+    steps: int,
+    micro_batches: int = 1,
+) -> None:
+    plain = ours(name)(make_params(dtype, shapes=SHAPES), **options)
+    released = ours(name)(twins(plain), **options)
+    scalers = [cpu_scaler(growth_interval=7) if scaled else None for _ in range(2)]
+    train(plain, scalers[0], None, micro_batches, steps)
+    release = release_gradients(released, scalers[1])
+    train(released, scalers[1], release, micro_batches, steps)
+    assert_same_bits(released, plain)
+    if scaled:
+        assert scalers[1].stats() == scalers[0].stats()
+    # Both go on alike without the release, also where a master has more bits than its parameter.
+    release.remove()
+    for optimizer, scaler in zip((plain, released), scalers, strict=True):
+        train(optimizer, scaler, None, 1, 2, seed=1)
+    assert_same_bits(released, plain)
+
+
+@pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
+@pytest.mark.parametrize(("dtype", "kept"), rows(FORMS))
+@cases.few_optimizers
+def test_bits_are_those_of_training_without_release(
+    name: str, options: dict[str, Any], dtype: torch.dtype, kept: dict[str, Any], scaled: bool
+) -> None:
+    if options.get("amsgrad") and "8bit" in str(kept.get("state_dtype")):
+        options = {key: value for key, value in options.items() if key != "amsgrad"}
+    assert_trains_alike(name, options | kept, dtype, scaled, steps=20)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
+def test_bits_are_the_same_over_200_steps(scaled: bool, micro_batches: int) -> None:
+    kept = {"master_weights": "split8", "state_dtype": "8bit"}
+    assert_trains_alike("AdamW", {"lr": 0.01} | kept, BF16, scaled, 200, micro_batches)
+
+
+@cases.each_class
+def test_bits_of_emulated_kernels_are_the_same(
+    emulated: Any, name: str, options: dict[str, Any]
+) -> None:
+    with emulated.selected():
+        for dtype, kept in (FORMS["fp16"], FORMS["bf16-split8-8bit"]):
+            assert_trains_alike(name, options | kept, dtype, scaled=True, steps=5)
+
+
+@pytest.mark.parametrize("options", rows({
+    "tensor-lr": {"lr": torch.tensor(0.1)},
+    "clip": {"clip_value": 0.1},
+    "nonfinite": {"skip_nonfinite": True},
+    "norms": {"track_grad_norms": True},
+    "maximize": {"maximize": True},
+}))  # fmt: skip
+def test_options_work_as_without_release(options: dict[str, Any]) -> None:
+    assert_trains_alike("AdamW", options, F16, scaled=True, steps=10)
+
+
+def test_norms_are_those_without_release() -> None:
+    params = make_params(F32, shapes=[(5, 7), (3,), (4,)])
+    optimizers = [AdamW(each, track_grad_norms=True) for each in (params, twins(params))]
+    release = release_gradients(optimizers[1])
+    for optimizer in optimizers:
+        two = cases.params_of(optimizer)[:2]
+        torch.manual_seed(0)
+        give(None, two, [torch.randn_like(param) for param in two])
+        optimizer.step()
+    assert same_bits(optimizers[0].grad_norm, optimizers[1].grad_norm)
+    assert same_bits(optimizers[0].grad_norms, optimizers[1].grad_norms)
+    assert optimizers[1].named_grad_norms().keys() == {"group 0, param 0", "group 0, param 1"}
+    release.remove()
+
+
+# Overflows.
+
+
+@pytest.mark.parametrize(("dtype", "kept"), rows(FORMS))
+def test_an_overflow_skips_its_own_parameter_only(dtype: torch.dtype, kept: dict[str, Any]) -> None:
+    optimizer = AdamW(make_params(dtype, shapes=[(4, 32), (64, 64), (3,)]), lr=0.1, **kept)
+    other = AdamW(twins(optimizer), lr=0.1, **kept)
+    scaler, other_scaler = cpu_scaler(), cpu_scaler()
+    release_gradients(optimizer, scaler)
+    params = cases.params_of(optimizer)
+    for step in range(3):
+        torch.manual_seed(step)
+        grads = [torch.randn_like(param) for param in params]
+        for side, its_scaler in ((optimizer, scaler), (other, other_scaler)):
+            give(its_scaler, cases.params_of(side), grads)
+            its_scaler.step(side)
+            its_scaler.update()
+            side.zero_grad()
+    assert_same_bits(optimizer, other)
+    before = bits_of(optimizer)
+    grads = [torch.randn_like(param) for param in params]
+    grads[1].view(-1)[77] = float("nan")
+    give(scaler, params, grads)
+    scaler.step(optimizer)
+    scaler.update()
+    # The twin gets finite gradients for the two others.
+    give(other_scaler, cases.params_of(other)[::2], grads[::2])
+    other_scaler.step(other)
+    after = bits_of(optimizer)
+    expected = bits_of(other)
+    for index in (0, 2):
+        for name, tensor in expected[index].items():
+            assert same_bits(after[index][name], tensor)
+    for name, tensor in before[1].items():
+        assert same_bits(after[1][name], tensor), name
+    stats = scaler.stats()
+    assert (stats.skips, stats.skipped_tensors, stats.last_nonfinite) == (1, 1, "group 0, param 1")
+    assert scaler.last_step_skipped(optimizer) is True
+    assert scaler.get_scale() == 512.0
+
+
+def test_the_update_after_an_overflow_is_told_by_the_flags_of_that_iteration_alone() -> None:
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer, scaler = AdamW(params), cpu_scaler()
+    release_gradients(optimizer, scaler)
+    for bad in (2, 0, 1):
+        grads = [torch.full_like(p, float("inf") if i < bad else 1.0) for i, p in enumerate(params)]
+        give(scaler, params, grads)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step_skipped() is (bad > 0)
+    assert scaler.stats().skipped_tensors == 3
+    assert scaler.stats().skips == 2
+
+
+def test_a_scale_without_an_inverse_skips_all() -> None:
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer, scaler = AdamW(params), cpu_scaler()
+    release_gradients(optimizer, scaler)
+    before = [param.detach().clone() for param in params]
+    give(scaler, params, [torch.ones_like(param) for param in params])
+    scaler.step(optimizer)
+    with pytest.warns(UserWarning, match="whose inverse is not finite"):
+        scaler.update(0.0)
+    before = [param.detach().clone() for param in params]
+    give(scaler, params, [torch.ones_like(param) for param in params])
+    scaler.step(optimizer)
+    scaler.update(1024.0)
+    assert all(same_bits(p.detach(), old) for p, old in zip(params, before, strict=True))
+    assert scaler.stats().skipped_tensors == 2
+
+
+def test_without_a_scaler_nonfinite_elements_can_be_left_out() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param], lr=0.1, skip_nonfinite=True)
+    release_gradients(optimizer)
+    give(None, [param], [torch.tensor([1.0, float("nan"), 1.0])])
+    optimizer.step()
+    assert (param != 1.0).tolist() == [True, False, True]
+
+
+def test_averages_leave_out_an_iteration_with_a_skipped_parameter() -> None:
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer, scaler = AdamW(params, lr=0.5), cpu_scaler()
+    average = WeightAverage(optimizer, decay=0.5)
+    release_gradients(optimizer, scaler)
+    for bad in (False, True, False):
+        grads = [torch.ones_like(param) for param in params]
+        if bad:
+            grads[0][0] = float("inf")
+        give(scaler, params, grads)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.step_applied.item() == (0.0 if bad else 1.0)
+    assert average.state_dict()["n_averaged"] == 2
+
+
+# Backward passes.
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+Passes = Callable[[nn.Sequential, Tensor, Any], None]
+
+
+def one_pass(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    model(x).square().sum().backward()
+
+
+def tied(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    (model(x) @ model[0].weight).square().sum().backward()
+
+
+def checkpointed(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    first = checkpoint(model[:2], x, use_reentrant=False)
+    model[2](first).square().sum().backward()
+
+
+def checkpointed_reentrant(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    first = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
+    model[2](first).square().sum().backward()
+
+
+def two_losses(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    model[0](x).square().sum().backward()
+    model[2](x).square().sum().backward()
+
+
+def retained(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    loss = model(x).square().sum()
+    with contextlib.nullcontext() if release is None else release.paused():
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def compiled(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    torch.compile(model, backend="aot_eager")(x).square().sum().backward()
+
+
+def part_of_the_model(model: nn.Sequential, x: Tensor, release: Any) -> None:
+    model[2](x).square().sum().backward()
+
+
+PASSES: list[Passes] = [
+    one_pass,
+    tied,
+    checkpointed,
+    checkpointed_reentrant,
+    two_losses,
+    retained,
+    compiled,
+    part_of_the_model,
+]
+
+
+@pytest.mark.parametrize("passes", PASSES, ids=lambda each: each.__name__)
+def test_backward_passes_of_all_sorts_train_alike(passes: Passes) -> None:
+    results = []
+    for is_released in (False, True):
+        model = network()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        release = release_gradients(optimizer) if is_released else None
+        for step in range(3):
+            torch.manual_seed(step)
+            passes(model, torch.randn(4, 8), release)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(bits_of(optimizer))
+    assert_same_bits(*results)
+
+
+def test_frozen_parameters_and_those_added_later() -> None:
+    results = []
+    for is_released in (False, True):
+        model, late = network(), nn.Linear(8, 8)
+        torch.manual_seed(5)
+        nn.init.normal_(late.weight)
+        nn.init.zeros_(late.bias)
+        model[0].weight.requires_grad_(False)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        release = release_gradients(optimizer) if is_released else None
+        for step in range(6):
+            if step == 2:
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.05})
+            if step == 4:
+                model[0].weight.requires_grad_(True)
+            torch.manual_seed(step)
+            late(model(torch.randn(4, 8))).square().sum().backward()
+            if is_released and step in (3, 5):  # the first step has hooked them
+                assert all(param.grad is None for param in cases.params_of(optimizer))
+            optimizer.step()
+            optimizer.zero_grad()
+            late.zero_grad()
+        results.append(bits_of(optimizer))
+        assert (release is None) is not is_released
+    assert_same_bits(*results)
+
+
+def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    one_pass(model, torch.ones(4, 8), None)
+    optimizer.step()
+    del optimizer.param_groups[0]["params"][0]
+    one_pass(model, torch.ones(4, 8), None)
+    assert [param.grad is None for param in model.parameters()] == [False, True, True, True]
+
+
+def test_a_weight_shared_under_reentrant_checkpoints_is_refused_by_name() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    x = torch.ones(4, 8, requires_grad=True)
+    first = checkpoint(model[0], x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match=r"group 0, param \d got another gradient after \d of 4"):
+        checkpoint(model[0], first, use_reentrant=True).sum().backward()
+
+
+def test_a_weight_that_a_later_segment_reads_again_is_noticed_by_autograd() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    loss = model(torch.ones(4, 8)).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_graph_of_gradients_is_refused() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    before = bits_of(optimizer)
+    loss = model(torch.ones(4, 8)).square().sum()
+    with pytest.raises(RuntimeError, match="released gradients can't be part of a graph"):
+        loss.backward(create_graph=True)
+    assert_same_bits(optimizer, before)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with enabled, pytest.raises(RuntimeError, match="compiled autograd does not run hooks"):
+        one_pass(model, torch.ones(4, 8), None)
+
+
+def test_sparse_gradients_are_refused_before_a_write() -> None:
+    table = nn.Embedding(4, 3, sparse=True)
+    optimizer = AdamW(table.parameters())
+    release_gradients(optimizer)
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        table(torch.tensor([1, 2])).sum().backward()
+    assert not optimizer.state
+
+
+# Memory.
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(seen.values())
+
+
+def test_gradients_never_pile_up() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12))).to(BF16)
+    optimizer = AdamW(model.parameters(), master_weights="split8", state_dtype="8bit")
+    optimizer.init_state()
+    counts: list[int] = []
+
+    def count(param: Tensor) -> None:
+        counts.append(storage_bytes([p.grad for p in model.parameters() if p.grad is not None]))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(count)  # before ours frees the gradient
+    release_gradients(optimizer)
+    model(torch.randn(4, 64, dtype=BF16)).float().sum().backward()
+    assert counts == [64 * 64 * 2] * 12
+
+
+# The handle, and other code that holds the optimizer.
+
+
+def test_a_handle_is_a_context_and_a_second_one_is_refused() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with release_gradients(optimizer) as release:
+        with pytest.raises(RuntimeError, match="releases its gradients already"):
+            release_gradients(optimizer)
+        one_pass(model, torch.ones(4, 8), None)
+        optimizer.step()
+    assert optimizer.gradient_release is None
+    one_pass(model, torch.ones(4, 8), None)
+    assert all(param.grad is not None for param in model.parameters())
+    release.remove()  # does nothing any more
+    with release_gradients(optimizer):
+        optimizer.step()  # uses the gradients that are there
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_nothing_keeps_model_and_optimizer_alive() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    one_pass(model, torch.ones(4, 8), None)
+    optimizer.step()
+    references = [weakref.ref(optimizer), weakref.ref(optimizer.gradient_release)]
+    gc.disable()
+    try:
+        del optimizer
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+    one_pass(model, torch.ones(4, 8), None)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("copied", rows(COPIES))
+def test_a_copy_is_not_released(copied: Callable[[Any], Any]) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    one_pass(model, torch.ones(4, 8), None)
+    optimizer.step()
+    assert copied(optimizer).gradient_release is None
+    assert optimizer.gradient_release is not None
+    torch.save(copy.deepcopy(model), io.BytesIO())
+
+
+def test_states_are_saved_loaded_replaced_and_moved_as_without_release() -> None:
+    sides = []
+    for is_released in (False, True):
+        model = network()
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        release = release_gradients(optimizer) if is_released else None
+        saved = None
+        for step in range(8):
+            torch.manual_seed(step)
+            if step == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+            elif step == 3:
+                optimizer.load_state_dict(saved)
+            elif step == 4:
+                optimizer.rebuild()
+            elif step == 5:
+                state = optimizer.state[model[0].weight]
+                state["exp_avg"] = state["exp_avg"] * 0.5
+            elif step == 6:
+                optimizer.state[model[2].bias] = {}
+            one_pass(model, torch.randn(4, 8), None)
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.append((bits_of(optimizer), release))
+    assert_same_bits(sides[0][0], sides[1][0])
+
+
+def test_writes_to_a_16_bit_parameter_reach_its_master() -> None:
+    sides = []
+    for is_released in (False, True):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(300).to(BF16))
+        optimizer = AdamW([param], lr=0.01)
+        release = release_gradients(optimizer) if is_released else None
+        for step in range(4):
+            if step == 2:
+                with torch.no_grad():
+                    param.mul_(0.5)
+            give(None, [param], [torch.ones_like(param)])
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.append((bits_of(optimizer), release))
+    assert_same_bits(sides[0][0], sides[1][0])
+
+
+def test_a_write_that_no_version_counts_is_warned_of() -> None:
+    param = nn.Parameter(torch.ones(64, dtype=BF16))
+    optimizer = AdamW([param], lr=0.01)
+    release_gradients(optimizer)
+    give(None, [param], [torch.ones_like(param)])
+    optimizer.step()
+    param.data.fill_(2.0)
+    with pytest.warns(UserWarning, match="parameter group 0, param 0 was written in a way"):
+        give(None, [param], [torch.ones_like(param)])
+
+
+def test_step_hooks_and_schedulers_see_one_step_an_iteration() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(any(param.grad is not None for param in model.parameters()))
+    )
+    for _ in range(2):
+        one_pass(model, torch.ones(4, 8), None)
+        optimizer.step()
+        scheduler.step()
+    assert seen == [False, False]
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_hooks_of_users_before_ours_see_the_gradient_and_later_ones_do_not() -> None:
+    param = nn.Parameter(torch.ones(3))
+    seen: list[bool] = []
+    param.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad is not None))
+    optimizer = AdamW([param])
+    release_gradients(optimizer)
+    param.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad is not None))
+    give(None, [param], [torch.ones(3)])
+    assert seen == [True, False]
+
+
+# Refusals.
+
+GUARD = "gradients can't be released with "
+REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "max_grad_norm": ({"max_grad_norm": 1.0}, f"{GUARD}max_grad_norm, which needs all gradients"),
+    "write_back": ({"write_back_grads": True}, f"{GUARD}write_back_grads, which needs gradients"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), rows(REFUSED_OPTIONS))
+def test_options_that_need_all_gradients_are_refused(options: dict[str, Any], words: str) -> None:
+    params = make_params(F32, shapes=[(3,)])
+    with pytest.raises(RuntimeError, match=words):
+        release_gradients(AdamW(params, **options))
+    optimizer = AdamW(params)
+    release_gradients(optimizer)
+    optimizer.param_groups[0].update(options)  # before the first hook of an iteration writes
+    before = bits_of(optimizer)
+    with pytest.raises(RuntimeError, match=words):
+        give(None, params, [torch.ones(3)])
+    assert_same_bits(optimizer, before)
+
+
+def test_a_guard_and_a_process_group_are_refused() -> None:
+    params = make_params(F32, shapes=[(3,)])
+    with pytest.raises(RuntimeError, match=f"{GUARD}a norm_guard"):
+        release_gradients(AdamW(params, norm_guard=NormGuard()))
+    optimizer = AdamW(params)
+    release_gradients(optimizer)
+    optimizer.norm_guard = NormGuard()
+    with pytest.raises(RuntimeError, match=f"{GUARD}a norm_guard"):
+        give(None, params, [torch.ones(3)])
+
+
+WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "optimizer": (
+        lambda params: release_gradients(torch.optim.AdamW(params)),  # type: ignore[arg-type]
+        TypeError,
+        "optimizer must be one of amp_ext.optim, got AdamW",
+    ),
+    "scaler": (
+        lambda params: release_gradients(AdamW(params), torch.amp.GradScaler("cpu")),
+        TypeError,
+        "scaler must be an amp_ext.GradScaler or None, got torch.amp.grad_scaler.GradScaler",
+    ),
+    "replicated": (
+        lambda params: release_gradients(AdamW(params), replicated=True),
+        ValueError,
+        "replicated must be None or False, got True",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "words"), rows(WRONG_ARGUMENTS))
+def test_wrong_arguments_are_named(
+    call: Callable[[Any], Any], error: type[Exception], words: str
+) -> None:
+    params = make_params(F32, shapes=[(3,)])
+    with pytest.raises(error, match=words):
+        call(params)
+    assert not params[0]._post_accumulate_grad_hooks
+
+
+def test_a_scaler_that_is_disabled_counts_as_none() -> None:
+    params = make_params(F32, shapes=[(3,)])
+    optimizer, scaler = AdamW(params), amp_ext.GradScaler("cpu", enabled=False)
+    release_gradients(optimizer, scaler)
+    before = params[0].detach().clone()
+    give(None, params, [torch.ones(3)])
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(params[0], before)
+
+
+@pytest.fixture
+def scaled() -> tuple[AdamW, Any, list[Any]]:
+    """An optimizer that releases its gradients with a scaler, in the middle of an iteration."""
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer, scaler = AdamW(params), cpu_scaler()
+    release_gradients(optimizer, scaler)
+    give(scaler, params[:1], [torch.ones(3)])
+    return optimizer, scaler, params
+
+
+def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(
+    scaled: tuple[AdamW, Any, list[Any]],
+) -> None:
+    optimizer, scaler, params = scaled
+    others = torch.amp.GradScaler("cpu"), cpu_scaler()
+    for other in others:
+        other.scale(torch.zeros(()))
+        with pytest.raises(RuntimeError, match=r"released with (another|a) scaler"):
+            other.step(optimizer)
+    with pytest.raises(RuntimeError, match="unscale_ needs all gradients at once"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="a scaler, which did not call this step"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a closure needs all gradients at once"):
+        optimizer.step(lambda: torch.zeros(()))
+    for call in (optimizer.inspect, optimizer.inspect_next):
+        with pytest.raises(RuntimeError, match=r"inspect\w* needs all gradients at once"):
+            call()
+    give(scaler, params[1:], [torch.ones(4)])
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="before the scaler's update"):
+        give(scaler, params[:1], [torch.ones(3)])
+    scaler.update()
+    assert scaler.last_step_skipped() is False
+    optimizer.zero_grad()
+    give(scaler, params, [torch.ones(3), torch.ones(4)])
+
+
+def test_without_a_scaler_the_step_of_any_scaler_is_refused() -> None:
+    for scaler in (torch.amp.GradScaler("cpu"), cpu_scaler()):
+        params = make_params(F32, shapes=[(3,)])
+        optimizer = AdamW(params)
+        release_gradients(optimizer)
+        give(scaler, params, [torch.ones(3)])
+        with pytest.raises(RuntimeError, match="released with another scaler, or without one"):
+            scaler.step(optimizer)
+
+
+def test_a_loss_that_no_scaler_has_scaled_is_refused() -> None:
+    params = make_params(F32, shapes=[(3,)])
+    optimizer = AdamW(params)
+    release_gradients(optimizer, cpu_scaler())
+    with pytest.raises(RuntimeError, match="the gradients are not scaled"):
+        give(None, params, [torch.ones(3)])
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "lr": lambda group: group.update(lr=0.5),
+    "betas": lambda group: group.update(betas=(0.5, 0.9)),
+    "tensor": lambda group: group["weight_decay_of_user"].add_(1.0),
+}
+
+
+@pytest.mark.parametrize("change", rows(CHANGES))
+def test_an_option_that_changes_within_an_iteration_is_refused(
+    change: Callable[[dict[str, Any]], Any],
+) -> None:
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer = AdamW([{"params": params, "weight_decay_of_user": torch.zeros(())}])
+    release_gradients(optimizer)
+    give(None, params[:1], [torch.ones(3)])
+    change(optimizer.param_groups[0])
+    with pytest.raises(RuntimeError, match=r"\w+ of group 0 changed after 1 of 2 parameters"):
+        optimizer.step()
+
+
+# Iterations that end in another way.
+
+
+def test_a_batch_that_is_given_up_is_warned_of_and_the_next_goes_on() -> None:
+    params = make_params(F32, shapes=[(3,), (4,)])
+    optimizer, scaler = AdamW(params), cpu_scaler()
+    release_gradients(optimizer, scaler)
+    optimizer.zero_grad()  # nothing to say
+    give(scaler, params[:1], [torch.ones(3)])
+    with pytest.warns(UserWarning, match=r"without step\(\). 1 of 2 parameters had been stepped"):
+        optimizer.zero_grad()
+    give(scaler, params, [torch.ones(3), torch.ones(4)])
+    scaler.step(optimizer)
+    scaler.update()
+    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_hook_that_raises_leaves_the_rest_unstepped(error: type[BaseException]) -> None:
+    model = network()
+    fails = [True]
+
+    def hook(param: Tensor) -> None:
+        if fails[0]:
+            raise error
+
+    model[0].weight.register_post_accumulate_grad_hook(hook)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    before = bits_of(optimizer)[0]
+    with pytest.raises(error):
+        one_pass(model, torch.ones(4, 8), None)
+    assert same_bits(bits_of(optimizer)[0]["param"], before["param"])
+    fails[0] = False
+    with pytest.warns(UserWarning, match="of 4 parameters had been stepped"):
+        optimizer.zero_grad()
+    one_pass(model, torch.ones(4, 8), None)
+    optimizer.step()
+
+
+def test_an_error_in_our_hook_stops_later_hooks() -> None:
+    params = make_params(F32, shapes=[(3,), (4,), (5,)])
+    optimizer = AdamW(params)
+    release_gradients(optimizer)
+    optimizer.init_state()
+    optimizer.state[params[1]]["exp_avg"] = torch.ones(7)
+    before = bits_of(optimizer)
+    give(None, params[:1], [torch.ones(3)])
+    with pytest.raises(RuntimeError, match="exp_avg of group 0, param 1"):
+        give(None, params[1:2], [torch.ones(4)])
+    with pytest.raises(RuntimeError, match="an earlier hook of this iteration failed after 1 of 3"):
+        give(None, params[2:], [torch.ones(5)])
+    params[1].grad = params[2].grad = None
+    with pytest.raises(RuntimeError, match="an earlier hook of this iteration failed after 1 of 3"):
+        optimizer.step()
+    assert_same_bits(bits_of(optimizer)[1:], before[1:])
+    with pytest.warns(UserWarning, match="1 of 3 parameters"):
+        optimizer.zero_grad()
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(4)
+    give(None, params, [torch.ones_like(param) for param in params])
+    optimizer.step()
+
+
+# Threads.
+
+
+def test_threads_that_run_backward_passes_take_turns() -> None:
+    results = []
+    for is_parallel in (False, True):
+        torch.manual_seed(0)
+        params = make_params(F32, shapes=[(16,)] * 60)
+        optimizer, scaler = AdamW(params, lr=0.1), cpu_scaler()
+        release_gradients(optimizer, scaler)
+        for _ in range(10):
+            threads = [
+                threading.Thread(target=give, args=(scaler, params[i::2], [torch.ones(16)] * 30))
+                for i in range(2)
+            ]
+            scaler.scale(torch.zeros(()))
+            for thread in threads:
+                thread.start()
+                if not is_parallel:
+                    thread.join()
+            for thread in threads:
+                thread.join()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(bits_of(optimizer))
+    assert_same_bits(*results)
+
+
+def test_another_operation_during_a_hook_is_refused() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdamW([param])
+    release = release_gradients(optimizer)
+    errors: list[str] = []
+
+    begin = release._begin
+
+    def slow_begin() -> None:
+        thread = threading.Thread(target=scan_from_another_thread)
+        thread.start()
+        thread.join()
+        begin()
+
+    def scan_from_another_thread() -> None:
+        try:
+            optimizer._scan(torch.zeros(()), None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    release._begin = slow_begin  # type: ignore[method-assign]
+    give(None, [param], [torch.ones(3)])
+    assert len(errors) == 1
+    assert "called the optimizer while thread" in errors[0]
