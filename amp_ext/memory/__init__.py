@@ -6,8 +6,9 @@ The sizes are exact and count the tensors that persist between steps, without :d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -49,7 +50,8 @@ NOT_COUNTED = (
     "temporary tensors within a step (torch's foreach optimizers make some)",
     "step counters (4 bytes a tensor) and the kernels' scratch space",
     "what the allocator rounds up or keeps in reserve",
-    "for a number instead of a model: what 8-bit states of small or odd parameters take more",
+    "for a number instead of a model: what 8-bit states of small or odd parameters take more, and "
+    "the largest gradient if gradients are released",
 )
 
 _COUNT = re.compile(r"((?:\d{1,3}(?:[,_]\d{3})+|\d+)(?:\.\d+)?(?:e\+?\d\d?)?)\s*([kmbt]?)", re.I)
@@ -123,8 +125,8 @@ class MemoryUsage:
         parameter_count: The number of parameter elements, including frozen parameters.
         bytes: Sizes in bytes by name: ``parameters``; ``masters`` (for split masters, only the
             residuals that are stored in addition to the parameters); ``gradients`` (for each
-            trainable parameter, in its dtype); the optimizer's ``states`` without masters; a
-            model's ``buffers``; and the ``total``.
+            trainable parameter, in its dtype; if gradients are released, only the largest); the
+            optimizer's ``states`` without masters; a model's ``buffers``; and the ``total``.
     """
 
     configuration: Configuration
@@ -148,7 +150,7 @@ class _Elements:
 
 
 def training_memory(
-    model: nn.Module | int | float | str, optimizer: str = "adamw"
+    model: nn.Module | int | float | str, optimizer: str = "adamw", released: bool = False
 ) -> list[MemoryUsage]:
     """Returns the memory that training takes in each configuration.
 
@@ -159,6 +161,9 @@ def training_memory(
         model: A model, or a number of trainable parameter elements in any form that
             :func:`parse_count` accepts.
         optimizer: A key of :data:`OPTIMIZERS`.
+        released: True counts the largest gradient instead of all, as with
+            :func:`amp_ext.optim.release_gradients`. If ``model`` is a number, the largest gradient
+            is not known and not counted.
 
     Returns:
         The memory for each of :data:`CONFIGURATIONS` that the optimizer supports, with all floating
@@ -194,8 +199,14 @@ def training_memory(
     else:
         params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_blocks=True)]
     refused = CODED_STATES if optimizer == "amsgrad" else ()  # its maximum has no 8-bit format
+    in_flight: Callable[[list[int]], int] = sum
+    if released:
+        is_known = isinstance(model, nn.Module)
+        in_flight = functools.partial(max, default=0) if is_known else lambda _: 0
     return [
-        _usage(row, optimizer, params, buffers) for row in rows if row.state_dtype not in refused
+        _usage(row, optimizer, params, buffers, in_flight)
+        for row in rows
+        if row.state_dtype not in refused
     ]
 
 
@@ -204,23 +215,35 @@ def _usage(
     optimizer: str,
     params: Sequence[_Elements],
     buffers: Sequence[_Elements],
+    in_flight: Callable[[list[int]], int],
 ) -> MemoryUsage:
+    """Computes the memory of a configuration.
+
+    Args:
+        configuration: The configuration.
+        optimizer: A key of :data:`OPTIMIZERS`.
+        params: The parameters.
+        buffers: The buffers of the model.
+        in_flight: Returns how many bytes exist at once of gradients of these sizes.
+    """
+
     def stored(each: _Elements) -> torch.dtype:
         return (each.dtype.is_floating_point and configuration.dtype) or each.dtype
 
-    sizes = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0)
+    sizes, gradients = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0), []
     for each in params:
         dtype, state_dtype = stored(each), configuration.state_dtype
         sizes["parameters"] += each.number * dtype.itemsize
         if not each.is_trained:
             continue
-        sizes["gradients"] += each.number * dtype.itemsize
+        gradients.append(each.number * dtype.itemsize)
         if dtype in _SIXTEEN_BIT:
             sizes["masters"] += each.number * _MASTER_BYTES[configuration.master_weights]
         elif dtype != torch.float32:
             state_dtype = None
         for code in _STATES[optimizer]:
             sizes["states"] += _state_bytes(each, state_dtype or dtype, code)
+    sizes["gradients"] = in_flight(gradients)
     sizes["buffers"] = sum(each.number * stored(each).itemsize for each in buffers)
     return MemoryUsage(
         configuration,

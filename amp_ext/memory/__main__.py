@@ -2,6 +2,7 @@
 
 python -m amp_ext.memory 7B                            # all configurations of AdamW
 python -m amp_ext.memory 1.3e9 --optimizer lion
+python -m amp_ext.memory 7B --released                 # if backward() frees each gradient
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        usages = training_memory(options.parameters, options.optimizer)
+        usages = training_memory(options.parameters, options.optimizer, options.released)
     except ValueError as error:
         parser.error(str(error))
     count = usages[0].parameter_count
-    print(f"{count:,} parameters, {options.optimizer}. GiB; 16-bit is fp16 or bf16.\n")
+    released = ", released gradients" if options.released else ""
+    print(f"{count:,} parameters, {options.optimizer}{released}. GiB; 16-bit is fp16 or bf16.\n")
     rows = [["configuration", *_PARTS, "bytes each", "options"]]
     for usage in usages:
         sizes = [f"{usage.bytes[part] / 2**30:,.2f}" for part in _PARTS]
@@ -45,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    parser.add_argument(
+        "--released",
+        action="store_true",
+        help="no gradients, as with amp_ext.optim.release_gradients",
+    )
     return parser
 
 

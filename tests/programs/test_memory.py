@@ -11,6 +11,7 @@ import torch
 from harness.optimizer_cases import CLASSES, in_16_bits, ours, theirs
 from torch import Tensor, nn
 
+import amp_ext
 from amp_ext import memory
 from amp_ext.memory import __main__ as command_line
 
@@ -96,6 +97,55 @@ def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer
     model = Model().to(device, dtype if is_16_bit else torch.float32)
     allocated = bytes_after_a_step(model, classes(class_name), **options)
     assert allocated == calculated[configuration].bytes
+
+
+def peak_of_a_released_backward(
+    model: nn.Module, make: type[torch.optim.Optimizer], **options: Any
+) -> int:
+    """Returns the most bytes that are there in a hook of the second iteration."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    peak = 0
+
+    def watch(_: Tensor) -> None:  # called before the hook that frees the gradient
+        nonlocal peak
+        states = [(name, s) for state in optimizer.state.values() for name, s in state.items()]
+        gradients = [param.grad for param in params if param.grad is not None]
+        kept = [s for name, s in states if name != "step"]
+        peak = max(peak, allocated([*model.parameters(), *model.buffers(), *gradients, *kept]))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(watch)
+    optimizer = make(params, **options)
+    amp_ext.optim.release_gradients(optimizer)
+    for _ in range(2):
+        torch.autograd.backward(params, [torch.ones_like(param) for param in params])
+        optimizer.step()
+    return peak
+
+
+RELEASED = [run[1:] for run in RUNS if run[0] is ours]
+
+
+@pytest.mark.parametrize(("name", "dtype", "optimizer"), RELEASED)
+def test_released_gradients_take_what_was_calculated(name, dtype, optimizer, device):
+    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
+    rows = memory.training_memory(Model(), optimizer, released=True)
+    (usage,) = [row for row in rows if row.configuration == configuration]
+    model = Model().to(device, dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    options = options | stored_as(configuration)
+    peak = peak_of_a_released_backward(model, ours(class_name), **options)
+    # The largest gradient may not be the last, and the others are freed before it.
+    assert usage.bytes["gradients"] == 66 * model.factor.element_size()
+    assert peak == usage.total
+
+
+def test_the_largest_gradient_of_a_number_of_parameters_is_not_known():
+    for row, all_of_it in zip(
+        memory.training_memory(64, released=True), memory.training_memory(64), strict=True
+    ):
+        assert row.bytes["gradients"] == 0
+        assert row.total == all_of_it.total - all_of_it.bytes["gradients"]
+    assert any("largest gradient" in each for each in memory.NOT_COUNTED)
 
 
 def parameters_with_groups_and_without() -> nn.ParameterList:
@@ -208,3 +258,8 @@ def test_the_command_line_prints_a_table(capsys):
     assert row.endswith(" 12  state_dtype=torch.bfloat16")
     assert "Not counted: activations;" in shown
     assert "autocast" in shown
+    assert command_line.main(["7B", "--released"]) == 0
+    shown = capsys.readouterr().out
+    assert "adamw, released gradients. GiB;" in shown
+    (row,) = re.findall("16-bit [+] split8 masters, 8bit states .*", shown)
+    assert " 5.031 " in row
