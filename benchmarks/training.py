@@ -3,7 +3,7 @@
     python benchmarks/training.py --device cpu --tiny                               # under a minute
     python benchmarks/training.py --device cuda --seconds 200 --out results/training
 
-A run trains one model for 200 steps with one of eight configurations (``SIDES``) and one seed. Runs
+A run trains one model for 200 steps with one of nine configurations (``SIDES``) and one seed. Runs
 with the same model and seed have the same initial parameters and the same data. The GPT has 124M
 parameters and learns a random language: a token follows from the previous one by one of four rules,
 or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, and learns noisy images of
@@ -12,7 +12,8 @@ random patterns.
 ``training.json`` and ``training.md`` are rewritten after each run; ``training.png`` is drawn at the
 end, and again by ``benchmarks/plot.py training.json picture.png``. Times exclude the warm-up steps.
 ``update`` is the time from the end of the backward pass to the end of ``optimizer.step()`` or
-``scaler.update()``, with unscaling, clipping, and copies between parameters and masters.
+``scaler.update()``, with unscaling, clipping, and copies between parameters and masters. The side
+with released gradients updates during the backward pass, so compare its training rate instead.
 """
 
 from __future__ import annotations
@@ -234,6 +235,7 @@ class Side:
     scaled: bool = False  # whether to use a gradient scaler and clip by norm
     ours: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # extra options of our optimizer
+    released: bool = False  # whether backward() steps each parameter and frees its gradient
 
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -253,6 +255,10 @@ SIDES = [
         NARROW, "amp_ext, split8, 8bit states", dtype=BF16, ours=True,
         options={"master_weights": "split8", "state_dtype": "8bit"},
     ),
+    Side(
+        NARROW, "amp_ext, 5 bytes", dtype=BF16, ours=True, released=True,
+        options={"master_weights": "split8", "state_dtype": "8bit"},
+    ),
 ]  # fmt: skip
 
 
@@ -267,6 +273,8 @@ class Loop:
             self.optimizer: Any = amp_ext.optim.AdamW(params, **options, **clipping, **side.options)
             if side.scaled:
                 self.scaler = amp_ext.GradScaler(device)
+            if side.released:
+                amp_ext.optim.release_gradients(self.optimizer, self.scaler)
             self.update = self.step
             return
         stepped = params
