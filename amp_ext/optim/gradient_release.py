@@ -258,6 +258,8 @@ class GradientRelease:
         """Steps parameters that still have gradients, and returns what all hooks have found."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if self._compiled.is_open:  # else the next gradient reads the options
+            self._check_options(optimizer)
         for param in params_of(optimizer):
             if param.grad is not None:
                 self._hook(param)
@@ -265,7 +267,6 @@ class GradientRelease:
         self._scan = GradScan({}, {})
         if not self._compiled.is_open:
             return self._scan
-        self._check_options(optimizer)
         flags, firsts, total, squares = self._compiled.collect(optimizer._plan.compiled)
         self._scan = GradScan(
             {flag.device: flag for flag in flags},

@@ -150,13 +150,14 @@ void FusedOptimizer::Released::begin() {
 }
 
 amp_ext::GradientRelease::Found FusedOptimizer::Released::collect() {
+  // Otherwise the next gradient reads the options.
+  if (release.stage() == Stage::kOpen) check_options();
   for (const auto& group : optimizer->param_groups_) {
     for (const at::Tensor& param : group.params()) {
       if (param.grad().defined()) on_gradient(param);
     }
   }
   if (release.stage() != Stage::kOpen) return {};
-  check_options();
   hook_params();  // also those that were added since, or whose hook was replaced
   Plan& plan = *optimizer->impl_->plan;
   const amp_ext::GradientRelease::Lock lock(release, plan);
