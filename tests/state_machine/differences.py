@@ -11,6 +11,7 @@ MODELLED = {
     "`optimizer.step()` after `scaler.step(optimizer)`",
     "`scaler.step` raises, or is interrupted, in a fused optimizer",
     "a gradient that overlaps its parameter",
+    "an overflow while gradients are released",
     "`differentiable=True`, sparse or complex gradients",
     "states and scaler tensors created in `torch.inference_mode()`",
     "an option of torch that is missing in a group",

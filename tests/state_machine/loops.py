@@ -265,6 +265,7 @@ class Loops(RuleBasedStateMachine):
     @rule(which=number)
     def unscale(self, which: int) -> None:
         sides = self.sides(which)
+        sides.remove_release()
         scalers, grads = self.scalers_of(sides), [p.mine.grad for _, p in sides.with_grads()]
         error = error_of(lambda: scalers.mine.unscale_(sides.handle))
         is_ready = scalers.enabled and scalers.twin._scale is not None and scalers.is_ready(sides)
@@ -306,6 +307,7 @@ class Loops(RuleBasedStateMachine):
     # Steps.
 
     def take_step(self, sides: Sides, plan: Plan) -> str:
+        sides.remove_release()
         step = Step(sides, plan, self.differs)
         if self.leaves_out("gradients after unscale_") and step.has_late_grads():
             return "left out"
@@ -353,6 +355,7 @@ class Loops(RuleBasedStateMachine):
     @rule(which=number)
     def closure_by_place(self, which: int) -> None:
         sides = self.sides(which)
+        sides.remove_release()
         scalers = self.scalers_of(sides)
         if scalers.kind in ("torch", "disabled") or scalers.twin._scale is None:
             return
@@ -415,6 +418,7 @@ class Loops(RuleBasedStateMachine):
     def refused_step(self, which: int, numbered: int, scaled: bool) -> None:
         """A gradient is sparse, which no kernel takes."""
         sides = self.sides(which)
+        sides.remove_release()
         scalers = self.scalers_of(sides) if scaled else None
         _, pair = sides.pair(numbered)
         if pair.mine.grad is None or (scaled and scalers.kind == "torch"):
@@ -436,6 +440,7 @@ class Loops(RuleBasedStateMachine):
     def lost_option(self, which: int, numbered: int, lost: int) -> None:
         """A group has lost an option of torch's that every step reads."""
         sides = self.sides(which)
+        sides.remove_release()
         index = numbered % len(sides.pairs)
         group = sides.mine.param_groups[index]
         if not sides.with_grads():
@@ -458,6 +463,7 @@ class Loops(RuleBasedStateMachine):
     def overlapping_grad(self, which: int, numbered: int) -> None:
         """A gradient lies over a part of its parameter."""
         sides = self.sides(which)
+        sides.remove_release()
         group, pair = sides.pair(numbered)
         mine, grad = pair.mine.detach(), pair.mine.grad
         is_fit = mine.storage_offset() > 0 and mine.numel() > 1 and mine.is_contiguous()

@@ -19,6 +19,7 @@ from torch.nn import Parameter, ParameterList
 
 from amp_ext.optim import CosineAnnealingWeightDecay, StepWeightDecay, float32_state_dict
 from state_machine.loops import DTYPES, draws, dtypes, new_params, number, seeds
+from state_machine.releasing import Releasing
 from state_machine.sides import (
     HANDLES,
     OWN_OPTIONS,
@@ -30,7 +31,6 @@ from state_machine.sides import (
     doubled,
     error_of,
 )
-from state_machine.watching import Watching
 
 # What a program changes in a group between two steps.
 CHANGES = {
@@ -56,7 +56,7 @@ COSINE_DECAY = functools.partial(CosineAnnealingWeightDecay, T_max=4, final_weig
 STEP_DECAY = functools.partial(StepWeightDecay, step_size=2, gamma=0.5)
 
 
-class Machine(Watching):
+class Machine(Releasing):
     """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
 
     def __init__(self) -> None:
@@ -122,6 +122,8 @@ class Machine(Watching):
             pair.mine.grad = None
             pair.mine.data = pair.mine.data.to(DTYPES[dtype])
         else:
+            if how == "swapped":
+                sides.remove_release()  # the hook would go to the other tensor
             with swapping(how == "swapped"):
                 ParameterList([pair.mine]).to(DTYPES[dtype])
         if pair.mine.dtype != before:
@@ -253,6 +255,7 @@ class Machine(Watching):
     @rule(which=number, numbered=number, how=st.sampled_from([tuple, iter, set]))
     def contain(self, which: int, numbered: int, how: Any) -> None:
         sides = self.sides(which)
+        sides.remove_release()
         index = numbered % len(sides.pairs)
         group = sides.mine.param_groups[index]
         params = list(group["params"])
@@ -450,6 +453,8 @@ class Machine(Watching):
         if not scalers.enabled:
             return
         if how == "into new" and not scalers.twin._per_optimizer_states:
+            for sides in self.all:
+                sides.remove_release()
             file = scalers.mine.state_dict()
             scalers.mine, scalers.twin = scalers.new_of_ours(), scalers.new_of_torchs()
             for scaler in (scalers.mine, scalers.twin):

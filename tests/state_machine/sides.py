@@ -185,6 +185,8 @@ class Sides:
         unscaled: The parameters that had a gradient at the last ``unscale_``.
         noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
         scaled: The gradients that the last step with a scale took, as :func:`placed` tells them.
+        released_by: The scaler with which gradients are released, if they are; None without one.
+        hooked: The parameters whose gradients the present release has met.
     """
 
     def __init__(
@@ -209,7 +211,12 @@ class Sides:
 
     @mine.setter
     def mine(self, optimizer: Optimizer) -> None:
+        assert optimizer.gradient_release is None  # copies have none
+        if hasattr(self, "_mine"):
+            self.remove_release()
         self._mine = optimizer
+        self.released_by: Scalers | None = None
+        self.hooked: set[Parameter] = set()
         self.scaled: dict[Pair, Any] = {}
         self.handle = self.wrap(optimizer)
 
@@ -217,6 +224,11 @@ class Sides:
         for group, pairs in zip(self.mine.param_groups, self.pairs, strict=True):
             for pair in pairs:
                 yield group, pair
+
+    def remove_release(self) -> None:
+        if self.mine.gradient_release is not None:
+            self.mine.gradient_release.remove()
+        self.hooked.clear()
 
     def with_grads(self) -> list[tuple[dict[str, Any], Pair]]:
         return [(group, pair) for group, pair in self if pair.mine.grad is not None]

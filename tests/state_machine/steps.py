@@ -339,15 +339,18 @@ class Step:
 
     def _assert_untouched(self) -> None:
         for _, pair in self.with_grads:
-            before, state = self.before[pair], self.sides.state(pair)
-            assert_exact(pair.mine, before.param, "a parameter after no step")
-            assert_exact(pair.mine.grad, before.grad, "a gradient after no step")
-            # SGD counts from the buffer that was made for this step, which only the device skips.
-            made = state.keys() - before.state.keys()
-            counts_anew = any(name.startswith("momentum_buffer") for name in made)
-            for name, value in before.state.items():
-                if not pair.is_converted and not (counts_anew and name == "step"):
-                    assert_exact(state[name], value, f"{name} after no step")
+            assert_exact(pair.mine.grad, self.before[pair].grad, "a gradient after no step")
+            self._assert_untouched_pair(pair)
+
+    def _assert_untouched_pair(self, pair: Pair) -> None:
+        before, state = self.before[pair], self.sides.state(pair)
+        assert_exact(pair.mine, before.param, "a parameter after no step")
+        # SGD counts from the buffer that was made for this step, which only the device skips.
+        made = state.keys() - before.state.keys()
+        counts_anew = any(name.startswith("momentum_buffer") for name in made)
+        for name, value in before.state.items():
+            if not pair.is_converted and not (counts_anew and name == "step"):
+                assert_exact(state[name], value, f"{name} after no step")
 
     def _compare(self) -> None:
         sides, clips = self.sides, self.clips
@@ -437,3 +440,45 @@ class Step:
                 param.data.fill_(0.5)
                 side.state.pop(param, None)
             self.sides.mine.rebuild()
+
+
+class ReleasedStep(Step):
+    """The step of an optimizer whose gradients are released, made before the backward pass."""
+
+    def __init__(self, sides: Sides, differs: Callable[[str], None]) -> None:
+        super().__init__(sides, Plan(), differs)
+        self.before = {
+            pair: Before(
+                pair.mine.detach().clone(),
+                torch.empty(0),
+                {name: t.clone() for name, t in sides.state(pair).items()},
+            )
+            for _, pair in sides
+        }
+
+    def compare(self, totals: dict[Pair, Tensor], inverse: float) -> str:
+        """Steps the twins of the parameters whose own gradients are finite, and compares.
+
+        Args:
+            totals: The gradients that our side had, with their scale.
+            inverse: What gradients are multiplied by to unscale them.
+        """
+        sides = self.sides
+        finite = {pair for pair, grad in totals.items() if grad.isfinite().all()}
+        self.with_grads = [(group, pair) for group, pair in sides if pair in finite]
+        for _, pair in sides:
+            pair.twin.grad = doubled(totals[pair]) * inverse if pair in finite else None
+        hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
+        sides.twin.step()
+        hook.remove()
+        for group, pair in self.with_grads:
+            self._compare_pair(group, pair, clips=False)
+        for _, pair in sides:
+            assert pair.mine.grad is None
+            pair.take_grad()
+            if pair not in finite:
+                self._assert_untouched_pair(pair)
+        if len(finite) == len(totals):
+            return "stepped"
+        self.differs("an overflow while gradients are released")
+        return "skipped some" if finite else "skipped all"

@@ -47,6 +47,7 @@ class Watching(Loops):
     @rule(which=number, scaled=st.booleans())
     def inspected_step(self, which: int, scaled: bool) -> None:
         sides = self.sides(which)
+        sides.remove_release()
         if not sides.has_finite_grads():
             return
         before = self.weights(sides)
