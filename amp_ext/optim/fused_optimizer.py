@@ -400,7 +400,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
         """Updates all parameters that have a gradient."""
         if self.gradient_release is not None:
-            self.gradient_release.step(amp_context)
+            self.gradient_release.step(amp_context, found_inf)
             return
         plan, grad_scale = self._plan, amp_context.grad_scale
         guard = plan.norm_guard

@@ -277,7 +277,7 @@ class GradientRelease:
         )
         return self._scan
 
-    def step(self, amp_context: AmpStepContext) -> None:
+    def step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
         """Completes the iteration in ``optimizer.step()``: norms, reports, and late gradients."""
         optimizer, scan = self._optimizer(), amp_context.scan
         assert optimizer is not None
@@ -295,7 +295,7 @@ class GradientRelease:
         plan = optimizer._plan.compiled
         sums = scan.sum_of_squares, scan.squares_of_params
         optimizer._ask_plan(
-            "step", plan.step, amp_context, amp_context.grad_scale, amp_context.found_inf, *sums
+            "step", plan.step, amp_context, amp_context.grad_scale, found_inf, *sums
         )
         if self._compiled.is_collected:
             self._compiled.set_step_applied(plan)
@@ -313,7 +313,9 @@ class GradientRelease:
 
     def forget(self) -> None:
         """Drops all states, which the next hooks take again from the optimizer."""
-        self._compiled.forget()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._compiled.forget(optimizer._plan.compiled)
 
     def check_scaler(self, scaler: Any, operation: str) -> None:
         """Refuses an operation of a scaler that does not fit: another one, or ``unscale_``."""

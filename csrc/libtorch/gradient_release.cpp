@@ -204,6 +204,11 @@ void FusedOptimizer::Released::give_up() {
   if (!warning.empty()) TORCH_WARN(warning);
 }
 
+void FusedOptimizer::Released::forget() {
+  const amp_ext::GradientRelease::Lock lock(release, *optimizer->impl_->plan);
+  release.forget();
+}
+
 void FusedOptimizer::Released::check_scaler(const LossScale* other,
                                             const std::string& operation) const {
   if (other != scaler.get()) {

@@ -42,6 +42,7 @@ struct FusedOptimizer::Released : std::enable_shared_from_this<FusedOptimizer::R
                                                     const at::Tensor& found_inf);
   void complete();
   void give_up();
+  void forget();
   void check_scaler(const LossScale* other, const std::string& operation) const;
 
  private:

@@ -425,7 +425,7 @@ struct FusedOptimizer::Load {
     auto plan = std::make_unique<Plan>(optimizer_class.name);
     plan->take_over(*impl.plan);  // takes what state dicts lack: the guard and tracking options
     impl.plan = std::move(plan);
-    if (impl.released != nullptr) impl.released->release.forget();
+    if (impl.released != nullptr) impl.released->forget();
   }
 };
 

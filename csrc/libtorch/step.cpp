@@ -14,7 +14,7 @@ namespace amp_ext::optim {
 
 void FusedOptimizer::rebuild() {
   checked("rebuild").plan->forget();
-  if (impl_->released != nullptr) impl_->released->release.forget();
+  if (impl_->released != nullptr) impl_->released->forget();
 }
 
 void FusedOptimizer::check_scaler(const LossScale& scaler, const char* operation) {

@@ -30,10 +30,10 @@ struct Releases {
 
 }  // namespace
 
+// The claim comes first, because it refuses a thread that already holds it. A loaded state dict
+// replaces the plan, so hooks of the old plan need the mutex as well.
 GradientRelease::Lock::Lock(GradientRelease& release, Plan& plan)
-    : release_(release), other_hooks_(release.mutex_) {
-  other_operations_.emplace(plan, "backward", /*waits=*/true);
-}
+    : release_(release), claim_(plan, "backward", /*waits=*/true), lock_(release.mutex_) {}
 
 GradientRelease::Lock::~Lock() {
   if (std::uncaught_exceptions() > exceptions_) release_.has_failed_ = true;

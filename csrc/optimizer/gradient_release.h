@@ -68,8 +68,8 @@ class AMP_EXT_API GradientRelease {
 
    private:
     GradientRelease& release_;
-    std::unique_lock<std::mutex> other_hooks_;
-    std::optional<Plan::Claim> other_operations_;
+    const Plan::Claim claim_;
+    const std::lock_guard<std::mutex> lock_;
     const int exceptions_ = std::uncaught_exceptions();
   };
 

@@ -3,7 +3,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <chrono>
 #include <utility>
 
 #include "optimizer/session.h"
@@ -28,7 +27,7 @@ Plan::Claim::Claim(Plan& plan, const char* operation, bool waits) : plan_(plan) 
         waits && user != thread, plan.params_.operation(), ".", operation, ": thread ", thread,
         " called the optimizer while thread ", user,
         " was inside a call of it. Let one thread at a time use it, for example with a lock.");
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::this_thread::yield();  // an operation takes microseconds
     user = {};
   }
   if (plan.failure_.empty() && !plan.is_swapped_in_) return;

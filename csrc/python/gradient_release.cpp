@@ -160,11 +160,14 @@ void define_gradient_release(py::module_& module) {
             self.release.end();
           },
           py::arg("plan"))
-      .def("forget",
-           [](ReleaseOfPython& self) {
-             self.release.forget();
-             for (SeenState& state : self.states) state = {};
-           })
+      .def(
+          "forget",
+          [](ReleaseOfPython& self, PlanOfPython& plan) {
+            const auto lock = lock_of(self, plan);
+            self.release.forget();
+            for (SeenState& state : self.states) state = {};
+          },
+          py::arg("plan"))
       .def_property_readonly(
           "is_open",
           [](const ReleaseOfPython& self) { return self.release.stage() == Stage::kOpen; })

@@ -727,6 +727,25 @@ def test_an_option_that_changes_within_an_iteration_is_refused(
 # Iterations that end in another way.
 
 
+@pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
+def test_a_step_without_any_gradient_does_nothing(scaled: bool) -> None:
+    params = make_params(F32, shapes=[(3,)])
+    optimizer, scaler = AdamW(params), cpu_scaler() if scaled else None
+    release_gradients(optimizer, scaler)
+    for side in (optimizer, AdamW(twins(optimizer))):
+        if scaler is None:
+            side.step()
+        else:
+            scaler.scale(torch.zeros(()))
+            scaler.step(side)
+        assert not side.state
+    if scaler is not None:
+        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+            scaler.update()
+    give(scaler, params, [torch.ones(3)])
+    assert params[0].grad is None
+
+
 def test_a_batch_that_is_given_up_is_warned_of_and_the_next_goes_on() -> None:
     params = make_params(F32, shapes=[(3,), (4,)])
     optimizer, scaler = AdamW(params), cpu_scaler()
