@@ -47,7 +47,7 @@ CAUSES = (
         command=f"unset {ISA_VARIABLE}",
     ),
     Cause(
-        "hide the amp_ext that is installed",
+        "where it is not built, and not from",
         "Python was started in the folder of the sources, which come first on its path",
         command=f"cd / && {shlex.quote(sys.executable)} -m amp_ext.info --check",
     ),

@@ -100,7 +100,7 @@ def test_an_installed_package_beside_the_sources_is_not_built_again(copy, run_mo
     installed = Path(amp_ext.__file__).parents[1]
     assert (done.returncode, done.stderr) == (1, "")
     problem, cause, line = told(done.stdout)
-    assert f"hide the amp_ext that is installed in {installed}: start Python in another" in problem
+    assert f"where it is not built, and not from {installed}. Start Python in another" in problem
     assert cause.startswith("Python was started in the folder of the sources")
     assert line == f"cd / && {sys.executable} -m amp_ext.info --check"
 
