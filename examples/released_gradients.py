@@ -17,27 +17,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from char_gpt import (
-    GPT,
-    LEARNING_RATE,
-    QUICK,
-    Settings,
-    Text,
-    loss_of,
-    validate,
-    warm_up_and_cosine,
-)
+from char_gpt import GPT, QUICK, Settings, Text, loss_of, validate
 from presentation import finish, finish_axes, make_parser, read_options, start_figure, write_figure
 from torch import Tensor
 
 import amp_ext
-from amp_ext.memory import CONFIGURATIONS, MemoryUsage, training_memory
+from amp_ext.memory import training_memory
 from amp_ext.program import format_table, run_program
 
-WIDE = replace(Settings(), steps=400, warm_up=40, rows=4, width=256)
+WIDE = replace(Settings(), steps=400, rows=4, width=256)
 LARGEST_GAP = 0.05  # nats by which the run with the least memory may end above the others
 WINDOW = 10  # steps over which the curves of the losses are averaged
-BY_NAME = {configuration.name: configuration for configuration in CONFIGURATIONS}
 
 
 @dataclass(frozen=True)
@@ -48,11 +38,6 @@ class Recipe:
     colour: str
     configuration: str  # name of a row of amp_ext.memory
     released: bool = True
-
-    def calculated(self, model: GPT) -> MemoryUsage:
-        """Returns the memory that the calculator expects."""
-        rows = training_memory(model, released=self.released)
-        return next(row for row in rows if row.configuration.name == self.configuration)
 
 
 PLAIN = Recipe("as usual", "#56B4E9", "16-bit + masters, fp32 states", released=False)
@@ -92,13 +77,13 @@ def train(recipe: Recipe, text: Text, settings: Settings) -> Run:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = GPT(len(text.alphabet), settings).bfloat16()
-    configuration = BY_NAME[recipe.configuration]
-    optimizer = amp_ext.optim.AdamW(
-        model.named_parameters(),
-        master_weights=configuration.master_weights,
-        state_dtype=configuration.state_dtype,
-    )
-    run = Run(recipe.calculated(model).total, sum(param.numel() for param in model.parameters()))
+    rows = training_memory(model, released=recipe.released)
+    (usage,) = [row for row in rows if row.configuration.name == recipe.configuration]
+    options = {
+        name: getattr(usage.configuration, name) for name in ("master_weights", "state_dtype")
+    }
+    optimizer = amp_ext.optim.AdamW(model.named_parameters(), lr=1e-3, **options)
+    run = Run(usage.total, usage.parameter_count)
     is_last = False
 
     def count(_: Tensor | None = None) -> None:
@@ -111,8 +96,6 @@ def train(recipe: Recipe, text: Text, settings: Settings) -> Run:
         amp_ext.optim.release_gradients(optimizer)
     for step in range(settings.steps):
         is_last = step == settings.steps - 1
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE / 2 * warm_up_and_cosine(step, settings)
         loss = loss_of(model, text.pieces(text.train, settings, generator))
         count()
         loss.backward()
@@ -152,8 +135,7 @@ def draw(runs: dict[Recipe, Run], settings: Settings, path: Path) -> None:
         f"{settings.layers} layers of width {settings.width}, {runs[PLAIN].parameters:,} bf16 "
         f"parameters, batches of {settings.rows} pieces of {settings.context} characters, AdamW. "
         "Left: the last iteration; each hook counts before it frees the gradient. Activations are "
-        f"not counted. Right: means of {WINDOW} steps. The first two runs have the same losses bit "
-        "for bit."
+        f"not counted. Right: means of {WINDOW} steps; the losses of the first two runs are equal."
     )
     write_figure(figure, caption, path, dpi=110)
 
@@ -182,9 +164,9 @@ def main() -> int:
         runs[recipe] = train(recipe, text, settings)
     figure = arguments.out / "released_gradients.png"
     draw(runs, settings, figure)
+    are_same = runs[PLAIN].losses == runs[RELEASED].losses
     claims = {
-        "released gradients give the same losses bit for bit": runs[PLAIN].losses
-        == runs[RELEASED].losses,
+        "released gradients give the same losses bit for bit": are_same,
         "memory is as calculated": all(max(run.live) == run.calculated for run in runs.values()),
     }
     if not arguments.quick:
