@@ -17,8 +17,6 @@
 
 namespace amp_ext::python {
 
-namespace {
-
 // The state of one parameter as its last hook left it, to detect tensors that a user has replaced.
 struct SeenState {
   py::object dict;
@@ -52,6 +50,8 @@ struct ReleaseOfPython {
   std::vector<SeenState> states;  // [params]
   Names names;
 };
+
+namespace {
 
 using Stage = GradientRelease::Stage;
 
