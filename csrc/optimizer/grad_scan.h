@@ -30,7 +30,7 @@ struct GradScanResult {
 struct GradScan {
   GradScanResult result;
   std::vector<KernelTensorArgs> all_args;
-  std::vector<at::Tensor> contiguous_copies;  // of gradients with gaps in memory
+  std::vector<at::Tensor> contiguous_copies;  // copies of gradients with gaps in memory
 };
 
 // The source of the sums of squares from which a step computes a norm. A given sum comes first,
@@ -52,7 +52,7 @@ struct NormSettings {
   bool tracks_grad_norms;  // every step reports the norm of each gradient and of all together
 };
 
-// Which sums of squares exist before a step: that of all gradients, and that of each one.
+// The sums of squares that exist before a step: that of all gradients, and that of each one.
 struct KnownSums {
   bool total;
   bool each;
@@ -80,7 +80,7 @@ struct GradScanInputs {
   OptionalTensor found_inf;   // the flag before the scan; nullopt stands for 0
   OptionalTensor grad_scale;  // the scale that the gradients carry, if any
   bool skip_nonfinite;        // leave elements that are inf or NaN out of the sums
-  StepNorms norms;            // which sums to compute
+  StepNorms norms;            // norms that tell which sums to compute
 };
 
 // Scans all gradients of a table. The results have no first_nonfinite.
