@@ -122,15 +122,16 @@ class GradientRelease:
         self._name = type(optimizer).__name__
         self._compiled = ops.GradientRelease(self._name)
         self._is_paused = False
-        self._known: tuple[Any, ...] = ()  # what the next lists of parameters depend on
+        self._known: tuple[Any, ...] = ()  # inputs of the lists of parameters below
         self._params: list[Tensor] = []
         self._places: list[tuple[int, int]] = []  # group and index in it of each parameter
-        self._specs: list[ops.StateSpec] = []  # of the groups
+        self._specs: list[ops.StateSpec] = []  # specs of the groups' states
         self._hooks: dict[int, Any] = {}  # handles, by the id of the parameter
-        self._options: list[dict[str, Any]] = []  # of the groups, when the iteration began
+        self._options: list[dict[str, Any]] = []  # options of the groups at the begin
         self._states_of_scaler: Any = None  # replaced by each update of the scaler
         self._scan: GradScan | None = None
-        self._check(optimizer)
+        self._check_scaler_ranks()
+        self._compiled.check_options(optimizer._plan.compiled, optimizer)
         self._place_params(optimizer)
         optimizer.gradient_release = self
 
@@ -199,7 +200,7 @@ class GradientRelease:
                 f"{self._name}: a gradient arrived after step(), before the scaler's update(). "
                 "Call scaler.update() after each scaler.step()."
             )
-        self._check(optimizer)
+        self._check_scaler_ranks()
         _check_can_step()
         scale = None
         if scaler is not None:
@@ -338,9 +339,8 @@ class GradientRelease:
 
     # Checks.
 
-    def _check(self, optimizer: FusedOptimizer) -> None:
-        """Refuses options that need all gradients at once, and replicated parameters."""
-        self._compiled.check_options(optimizer._plan.compiled, optimizer)
+    def _check_scaler_ranks(self) -> None:
+        """Refuses a scaler whose ranks must agree before any of them steps."""
         if self._scaler is not None and self._scaler._reduces_over() is not None:
             raise RuntimeError(
                 f"{self._name}: gradients can't be released with a scaler that has a "

@@ -63,16 +63,15 @@ class FusedOptimizer::StatesOfHook : public HookStore {
  public:
   StatesOfHook(FusedOptimizer& optimizer, const amp_ext::GradientRelease& release, int64_t index,
                const at::Tensor& param, StateMap& seen)
-      : optimizer_(optimizer), seen_(seen) {
+      : optimizer_(optimizer), specs_(release.specs()), seen_(seen) {
     const ParamTable::Param& place = release.registered(index);
     params_.push_back({param, param, static_cast<size_t>(place.group),
                        static_cast<size_t>(place.index_in_group)});
   }
 
   std::vector<ParamState> make(const std::vector<int64_t>&) override {
-    const std::vector<StateSpec> specs = optimizer_.state_specs(optimizer_.checked_groups());
-    made_ = optimizer_.init_states(specs, params_);
-    return {state_of_step(specs[params_[0].group], params_[0], made_[0])};
+    made_ = optimizer_.init_states(specs_, params_);
+    return {state_of_step(specs_[params_[0].group], params_[0], made_[0])};
   }
 
   void keep() override {
@@ -88,6 +87,7 @@ class FusedOptimizer::StatesOfHook : public HookStore {
 
  private:
   FusedOptimizer& optimizer_;
+  const std::vector<StateSpec>& specs_;
   StateMap& seen_;
   std::vector<ParamRef> params_;
   std::vector<StateMap> made_;
@@ -207,6 +207,7 @@ void FusedOptimizer::Released::give_up() {
 void FusedOptimizer::Released::forget() {
   const amp_ext::GradientRelease::Lock lock(release, *optimizer->impl_->plan);
   release.forget();
+  seen_states_.clear();
 }
 
 void FusedOptimizer::Released::check_scaler(const LossScale* other,

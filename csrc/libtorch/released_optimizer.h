@@ -55,9 +55,10 @@ struct FusedOptimizer::Released : std::enable_shared_from_this<FusedOptimizer::R
     }
   }
 
-  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;  // when it began
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>>
+      options_;                                            // options of the groups at the begin
   std::unordered_map<const void*, StateMap> seen_states_;  // by parameter, as its last hook left it
-  std::optional<SeenTensor> scale_;  // of the scaler when it began; each update writes it
+  std::optional<SeenTensor> scale_;  // scaler's scale at the begin; each update writes it
 };
 
 }  // namespace amp_ext::optim

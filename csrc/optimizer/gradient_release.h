@@ -48,12 +48,12 @@ class AMP_EXT_API GradientRelease {
     bool tracks_grad_norms = false;  // each hook computes the norm of its gradient
   };
 
-  // What the hooks of an iteration have found.
+  // Results of the hooks of an iteration.
   struct Found {
     // For each device, one float32: the number of parameters that were not updated.
     std::vector<at::Tensor> skipped;
     std::vector<at::Tensor> first_nonfinites;  // for each device, see GradScanResult
-    // Of all devices together, see GradScanResult; undefined unless norms are tracked.
+    // Sums over all devices, see GradScanResult; undefined unless norms are tracked.
     at::Tensor sum_of_squares, squares_of_params;
   };
 
@@ -90,6 +90,8 @@ class AMP_EXT_API GradientRelease {
 
   // Begins an iteration.
   void begin(Inputs inputs);
+  // Returns the specs of the groups' states, as the iteration has read them.
+  const std::vector<optim::StateSpec>& specs() const { return inputs_.groups.specs; }
 
   // Returns the index of a parameter by its identity, or nullopt if it was not registered.
   std::optional<int64_t> find(const void* object) const;
