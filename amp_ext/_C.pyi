@@ -208,6 +208,20 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
         squares_of_params: Tensor | None,
+        chunks: Any = None,
+    ) -> PlanAnswer: ...
+    # Returns found_inf, sum_of_squares and squares_of_params for a step of another plan.
+    def prepare_copied_step(
+        self,
+        step_plan: Any,
+        optimizer: Any,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        sum_of_squares: Tensor | None,
+        squares_of_params: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | PlanAnswer: ...
+    def remember_copied_step(
+        self, step_plan: Any, optimizer: Any, had_scale: bool
     ) -> PlanAnswer: ...
 
 class WeightAverages:  # averages of the weights of one optimizer

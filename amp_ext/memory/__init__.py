@@ -50,6 +50,7 @@ NOT_COUNTED = (
     "temporary tensors within a step (torch's foreach optimizers make some)",
     "step counters (4 bytes a tensor) and the kernels' scratch space",
     "what the allocator rounds up or keeps in reserve",
+    "if states are offloaded, the two buffers for gradients in host memory",
     "for a number instead of a model: what 8-bit states of small or odd parameters take more, and "
     "the largest gradient if gradients are released",
 )
@@ -126,7 +127,8 @@ class MemoryUsage:
         bytes: Sizes in bytes by name: ``parameters``; ``masters`` (for split masters, only the
             residuals that are stored in addition to the parameters); ``gradients`` (for each
             trainable parameter, in its dtype; if gradients are released, only the largest); the
-            optimizer's ``states`` without masters; a model's ``buffers``; and the ``total``.
+            optimizer's ``states`` without masters; a model's ``buffers``; if states are offloaded,
+            the host ``copies`` of trainable parameters; and the ``total``.
     """
 
     configuration: Configuration
@@ -137,6 +139,18 @@ class MemoryUsage:
     def total(self) -> int:
         """The sum of all sizes in bytes."""
         return self.bytes["total"]
+
+    @property
+    def host(self) -> int:
+        """The bytes in host memory: if states are offloaded, masters, states and copies."""
+        if "copies" not in self.bytes:
+            return 0
+        return sum(self.bytes[part] for part in ("masters", "states", "copies"))
+
+    @property
+    def gpu(self) -> int:
+        """The bytes on the GPU: all that are not in host memory."""
+        return self.total - self.host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +164,10 @@ class _Elements:
 
 
 def training_memory(
-    model: nn.Module | int | float | str, optimizer: str = "adamw", released: bool = False
+    model: nn.Module | int | float | str,
+    optimizer: str = "adamw",
+    released: bool = False,
+    offloaded: bool = False,
 ) -> list[MemoryUsage]:
     """Returns the memory that training takes in each configuration.
 
@@ -164,6 +181,8 @@ def training_memory(
         released: True counts the largest gradient instead of all, as with
             :func:`amp_ext.optim.release_gradients`. If ``model`` is a number, the largest gradient
             is not known and not counted.
+        offloaded: True counts masters and states in host memory, beside copies of the parameters,
+            as with :func:`amp_ext.optim.offload_states`.
 
     Returns:
         The memory for each of :data:`CONFIGURATIONS` that the optimizer supports, with all floating
@@ -171,7 +190,8 @@ def training_memory(
         describes it with its own dtypes and the default options of amp_ext's optimizers.
 
     Raises:
-        ValueError: If the optimizer is unknown or ``model`` is not a valid number.
+        ValueError: If the optimizer is unknown, ``model`` is not a valid number, or both
+            ``released`` and ``offloaded`` are True.
 
     Example:
         >>> with torch.device("meta"):
@@ -182,6 +202,11 @@ def training_memory(
     if optimizer not in OPTIMIZERS:
         raise ValueError(
             f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
+        )
+    if released and offloaded:
+        raise ValueError(
+            "training_memory: released and offloaded can't both be True, because an optimizer "
+            "whose states are offloaded can't release its gradients."
         )
     rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):
@@ -204,7 +229,7 @@ def training_memory(
         is_known = isinstance(model, nn.Module)
         in_flight = functools.partial(max, default=0) if is_known else lambda _: 0
     return [
-        _usage(row, optimizer, params, buffers, in_flight)
+        _usage(row, optimizer, params, buffers, in_flight, offloaded)
         for row in rows
         if row.state_dtype not in refused
     ]
@@ -216,6 +241,7 @@ def _usage(
     params: Sequence[_Elements],
     buffers: Sequence[_Elements],
     in_flight: Callable[[list[int]], int],
+    offloaded: bool,
 ) -> MemoryUsage:
     """Computes the memory of a configuration.
 
@@ -225,6 +251,7 @@ def _usage(
         params: The parameters.
         buffers: The buffers of the model.
         in_flight: Returns how many bytes exist at once of gradients of these sizes.
+        offloaded: True adds host copies of the trainable parameters.
     """
 
     def stored(each: _Elements) -> torch.dtype:
@@ -244,6 +271,8 @@ def _usage(
         for code in _STATES[optimizer]:
             sizes["states"] += _state_bytes(each, state_dtype or dtype, code)
     sizes["gradients"] = in_flight(gradients)
+    if offloaded:
+        sizes["copies"] = sum(gradients)  # a gradient has the size of its parameter
     sizes["buffers"] = sum(each.number * stored(each).itemsize for each in buffers)
     return MemoryUsage(
         configuration,

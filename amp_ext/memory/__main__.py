@@ -3,6 +3,7 @@
 python -m amp_ext.memory 7B                            # all configurations of AdamW
 python -m amp_ext.memory 1.3e9 --optimizer lion
 python -m amp_ext.memory 7B --released                 # if backward() frees each gradient
+python -m amp_ext.memory 30B --offloaded               # if the states are in host memory
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        usages = training_memory(options.parameters, options.optimizer, options.released)
+        usages = training_memory(
+            options.parameters, options.optimizer, options.released, options.offloaded
+        )
     except ValueError as error:
         parser.error(str(error))
     count = usages[0].parameter_count
-    released = ", released gradients" if options.released else ""
-    print(f"{count:,} parameters, {options.optimizer}{released}. GiB; 16-bit is fp16 or bf16.\n")
-    rows = [["configuration", *_PARTS, "bytes each", "options"]]
+    how = ", released gradients" if options.released else ""
+    how += ", states in host memory" if options.offloaded else ""
+    print(f"{count:,} parameters, {options.optimizer}{how}. GiB; 16-bit is fp16 or bf16.\n")
+    places = ("GPU", "host") if options.offloaded else ()
+    rows = [["configuration", *_PARTS, *places, "bytes each", "options"]]
     for usage in usages:
-        sizes = [f"{usage.bytes[part] / 2**30:,.2f}" for part in _PARTS]
+        in_places = (usage.gpu, usage.host) if options.offloaded else ()
+        parts = [*(usage.bytes[part] for part in _PARTS), *in_places]
+        sizes = [f"{size / 2**30:,.2f}" for size in parts]
         each = f"{usage.total / count:.4g}"
         options_of_it = usage.configuration.options or "defaults"
         rows.append([usage.configuration.name, *sizes, each, options_of_it])
@@ -51,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         "--released",
         action="store_true",
         help="no gradients, as with amp_ext.optim.release_gradients",
+    )
+    parser.add_argument(
+        "--offloaded",
+        action="store_true",
+        help="masters and states in host memory, as with amp_ext.optim.offload_states",
     )
     return parser
 

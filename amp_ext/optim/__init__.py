@@ -6,6 +6,7 @@ from amp_ext.optim.gradient_release import GradientRelease, release_gradients
 from amp_ext.optim.inspection import Inspection, ParamInspection
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
+from amp_ext.optim.offload import OffloadedStates, offload_states
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import (
@@ -27,10 +28,12 @@ __all__ = [
     "NormGuard",
     "NormGuardHistory",
     "NormGuardStats",
+    "OffloadedStates",
     "ParamInspection",
     "StepWeightDecay",
     "WeightAverage",
     "WeightDecayScheduler",
     "float32_state_dict",
+    "offload_states",
     "release_gradients",
 ]

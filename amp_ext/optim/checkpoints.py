@@ -112,7 +112,7 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         spec = optimizer.state_spec_of(group)
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             if key in states:
-                placed = PlacedParam(spec, param, group_index, index)
+                placed = PlacedParam(spec, optimizer._stored_beside(param), group_index, index)
                 states[key] = float32_state(placed, states[key])
     return {**state_dict, "state": states, "param_groups": groups}
 
@@ -357,7 +357,7 @@ def _copied_states(
         for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
             param_keys.add(key)
             if saved_states.get(key):
-                placed = PlacedParam(spec, param, group_index, index)
+                placed = PlacedParam(spec, optimizer._stored_beside(param), group_index, index)
                 states[param] = loaded_state(placed, saved_states[key], operation)
     others = {key: value for key, value in saved_states.items() if key not in param_keys}
     if others and len(others) == len(saved_states):

@@ -38,6 +38,7 @@ from amp_ext.sharding import local_tensor
 
 if TYPE_CHECKING:
     from amp_ext.optim.gradient_release import GradientRelease
+    from amp_ext.optim.offload import OffloadedStates
 
 __all__ = ["FusedOptimizer"]
 
@@ -120,6 +121,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _amp_context: AmpStepContext | None = None  # set by our scaler while it steps this optimizer
     #: The handle from :func:`~amp_ext.optim.release_gradients`, or None.
     gradient_release: GradientRelease | None = None
+    #: The handle from :func:`~amp_ext.optim.offload_states`, or None.
+    offload: OffloadedStates | None = None
     grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
@@ -263,6 +266,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "which has no shape yet. Run the model once first."
                 )
             placed.spec.check_is_stepped(placed.registered(), "init_state")
+        if self.offload is not None:
+            self.offload.init_state()
+            return
         changed, _ = init_states(self.state, trainable)
         if changed:
             ops.put_states(self.state, changed)
@@ -277,6 +283,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan.forget()
         if self.gradient_release is not None:
             self.gradient_release.forget()
+        if self.offload is not None:
+            self.offload.forget()
+
+    def _stored_beside(self, param: Tensor) -> Tensor:
+        """Returns the tensor on whose device the state of a parameter is.
+
+        Args:
+            param: The parameter, which is returned unless states are offloaded.
+        """
+        return param if self.offload is None else self.offload.host_of(param)
+
+    def _check_not_offloaded(self, operation: str) -> None:
+        """Refuses an operation that needs the states on the device of the parameters.
+
+        Args:
+            operation: Name of the operation, for errors.
+
+        Raises:
+            RuntimeError: If the states are offloaded.
+        """
+        if self.offload is not None:
+            raise RuntimeError(
+                f"{operation} does not support offloaded states, but the states of this "
+                f"{type(self).__name__} are in host memory. Call remove() of the offload first."
+            )
 
     # Masters.
 
@@ -294,6 +325,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._plan.compiled.check_not_swapped_in("refresh_masters")
         self._check_params("refresh_masters")
+        if self.offload is not None:
+            self.offload.refresh_masters()
+            return
         pairs = [
             (param, self.state[param]["master_param"])
             for group in self.param_groups
@@ -332,6 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.init_state()
         if params is None:
             params = params_of(self)
+        if self.offload is not None:
+            return self.offload.master_params(params)
         return [fp32_master(param, self.state.get(param, {})) for param in params]
 
     # Steps.
@@ -428,6 +464,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
         # The compiled step marks the context as used before it writes.
         arguments = amp_context, grad_scale, found_inf
+        if self.offload is not None:
+            assert not isinstance(found_inf, int)
+            self.offload.step(amp_context, grad_scale, found_inf, *sums)
+            return
         answer = self._ask_plan("step", plan.compiled.step, *arguments, *sums)
         if answer is plan.needs_global_norm:
             sums = self._sums_over_ranks(grad_scale)
@@ -592,7 +632,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Later steps overwrite the tensor, so clone it to keep the value. None without
         ``max_grad_norm``, unless norms are tracked or there is a guard.
         """
-        return self._plan.compiled.grad_norm
+        return self._report("grad_norm")
 
     @property
     def grad_norms(self) -> Tensor | None:
@@ -602,7 +642,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameter; later steps overwrite it. NaN for a parameter without a gradient, inf for a norm
         that was not finite. None unless norms are tracked.
         """
-        return self._plan.compiled.grad_norms
+        return self._report("grad_norms")
 
     @property
     def track_grad_norms(self) -> bool:
@@ -685,7 +725,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         One float32 on the device of the first parameter; later steps overwrite it. None before the
         first step after :meth:`track_step_applied`.
         """
-        return self._plan.compiled.step_applied
+        return self._report("step_applied")
+
+    def _report(self, name: str) -> Tensor | None:
+        if self.offload is not None:
+            return self.offload.reports.get(name)
+        report: Tensor | None = getattr(self._plan.compiled, name)
+        return report
 
     @property
     def inspection(self) -> Inspection | None:
@@ -717,6 +763,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             >>> scaler.step(optimizer)
         """
         self._check_not_released("inspect")
+        self._check_not_offloaded(f"{type(self).__name__}.inspect")
         return inspect_before_step(self, scaler)
 
     def inspect_next(self) -> None:
@@ -727,6 +774,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         If parameters are sharded, all ranks have to call this method.
         """
         self._check_not_released("inspect_next")
+        self._check_not_offloaded(f"{type(self).__name__}.inspect_next")
         self._plan.inspects_next = True
 
     # State dicts, pickles and copies.
@@ -746,6 +794,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._plan.compiled.check_not_swapped_in("state_dict")
         self._check_params("state_dict")
+        if self.offload is not None:
+            self.offload.synchronize()
         return saved_state_dict(self, super().state_dict)
 
     @_disable_dynamo
@@ -770,6 +820,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self._plan.compiled.check_not_swapped_in("load_state_dict")
         check_is_dict(operation_of(self), state_dict)
+        if self.offload is not None:
+            self._check_params("load_state_dict")
+            self.offload.synchronize()
         # torch's method would cast every state to the dtype of its parameter, so run only its
         # hooks, in torch's order.
         state_dict = state_dict.copy()
@@ -823,6 +876,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan.begin_anew(failure)
         if self.gradient_release is not None:
             self.gradient_release.forget()
+        if self.offload is not None:
+            self.offload.forget()
         if tracks:
             self.track_grad_norms = True
         if guard is not None:  # in a shallow copy, the guard still belongs to the original

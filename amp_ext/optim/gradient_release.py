@@ -100,6 +100,7 @@ def release_gradients(
             "release_gradients: this optimizer releases its gradients already. Call remove() of "
             "the first release before."
         )
+    optimizer._check_not_offloaded("release_gradients")
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     return GradientRelease(optimizer, scaler, replicated is False)

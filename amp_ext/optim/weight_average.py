@@ -20,7 +20,7 @@ from amp_ext.plain_numbers import plain
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import is_dtensor, is_flattened, laid_out_as, local_tensor
 
-__all__ = ["WeightAverage"]
+__all__ = ["WeightAverage", "has_average"]
 
 _PREFIX = "module."  # before each parameter name in files of AveragedModel
 
@@ -139,6 +139,9 @@ class WeightAverage:
         }
         return f"WeightAverage({', '.join(f'{each}={arguments[each]}' for each in arguments)})"
 
+    def _reads(self, optimizer: FusedOptimizer) -> bool:
+        return self.optimizer is optimizer and not self._is_removed
+
     def _list(self) -> None:
         """Registers the optimizer's present parameters, if they have changed."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
@@ -147,6 +150,7 @@ class WeightAverage:
 
     def _ask(self, operation: str) -> None:
         """Makes the optimizer run an operation on the averages of its present parameters."""
+        self.optimizer._check_not_offloaded(f"WeightAverage: {operation}")
         before = self._averages.listings
         method = getattr(self.optimizer._plan.compiled, operation)
         self.optimizer._ask_plan(operation, method, self._averages)
@@ -556,3 +560,8 @@ def _unsharded(operation: str, name: str, value: Any) -> int:
 
 def _shape_under(name: str, entries: Mapping[str, Tensor]) -> str:
     return f"of shape {list(entries[name].shape)}" if name in entries else "absent"
+
+
+def has_average(optimizer: FusedOptimizer) -> bool:
+    """Returns True if an optimizer has an average of its weights that was not removed."""
+    return any(average._reads(optimizer) for average in _averages)

@@ -3,6 +3,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
@@ -108,6 +110,17 @@ std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& i
   std::vector<GradScan> scans = prepare_scans(params, inputs);
   launch_scans(scans, inputs, scratch);
   return scans;
+}
+
+at::Tensor squares_of_all(const std::vector<GradScan>& scans, const at::Tensor& known) {
+  at::Tensor squares = known;
+  for (const GradScan& scan : scans) {
+    const at::Tensor& found = scan.result.squares_of_params;
+    squares = squares.defined()
+                  ? at::where(squares.isnan(), to_device(found, squares.device()), squares)
+                  : found;
+  }
+  return squares;
 }
 
 std::vector<GradScanResult> GradScans::scan(ParamTable& params, const GradScanInputs& inputs,

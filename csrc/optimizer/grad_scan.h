@@ -87,6 +87,10 @@ struct GradScanInputs {
 std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,
                                      StepScratch& scratch);
 
+// Returns the sums of squares of each gradient, from scans of several devices and from `known`, on
+// the device of the first. Undefined if there are neither.
+at::Tensor squares_of_all(const std::vector<GradScan>& scans, const at::Tensor& known);
+
 // The scans of an optimizer's gradients. The next step uses their results if no gradient changes.
 class AMP_EXT_API GradScans {
  public:

@@ -20,8 +20,9 @@
 
 namespace amp_ext {
 
-// Neighbouring slots of a table: all of them, or one.
+// Neighbouring slots of a table.
 struct Slots {
+  Slots(ParamSlot* first, size_t count) : first(first), count(count) {}
   Slots(std::vector<ParamSlot>& slots) : first(slots.data()), count(slots.size()) {}
   Slots(ParamSlot& slot) : first(&slot), count(1) {}
 

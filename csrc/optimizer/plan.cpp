@@ -106,7 +106,7 @@ std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
 
 // Makes all checks and allocations before the first launch, because a launch can't be undone.
 void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
-                const at::Tensor& squares_of_params) {
+                const at::Tensor& squares_of_params, StepChunks* chunks) {
   const at::NoGradGuard no_grad;
   std::vector<ParamSlot>& slots = params_.slots();
   const StepNorms norms = this->norms(
@@ -116,12 +116,22 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   const std::vector<GradScan> scans = scans_.take(params_, options, norms, scratch_);
   const bool had_scale = options.grad_scale.has_value();
   const StepInputs inputs{std::move(options), norms.reads_total, outputs_.guard()};
-  std::vector<StepBatch> batches = prepare_step(params_.checks(), slots, table, inputs, scratch_);
+  const size_t all = slots.size();
+  const std::vector<size_t> ends = chunks == nullptr ? std::vector<size_t>{all} : chunks->ends;
+  std::vector<StepBatch> batches;
+  size_t first = 0;
+  for (size_t chunk = 0; chunk < ends.size(); first = ends[chunk++]) {
+    const Slots part(slots.data() + first, ends[chunk] - first);
+    for (StepBatch& batch : prepare_step(params_.checks(), part, table, inputs, scratch_)) {
+      batch.chunk = chunk;
+      batches.push_back(std::move(batch));
+    }
+  }
   const StepOutputs::Unfinished unfinished =
       outputs_.prepare(params_, norms, inputs, scans, squares_of_params, batches);
   StepOutcome outcome;
   try {
-    launch_step(batches, table, scratch_, outcome);
+    launch_step(batches, table, scratch_, outcome, chunks);
     outputs_.finish(unfinished);
     params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.empty());
     last_step_.remember(params_);
@@ -129,6 +139,27 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     set_failure(outcome.text());
     throw;
   }
+}
+
+Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, GradientOptions options,
+                                                 const at::Tensor& squares_of_params) {
+  const at::NoGradGuard no_grad;
+  const StepNorms norms = this->norms(
+      options.max_grad_norm, {options.sum_of_squares.has_value(), squares_of_params.defined()});
+  check_options(params_.operation(), table, options);
+  const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
+  for (const ParamSlot& slot : params_.slots()) {
+    if (!slot.has_grad()) continue;
+    params_.checks().check_grad(slot);
+    if (!is_of_scaler) params_.checks().check_carries_no_scale(slot);
+  }
+  const std::vector<GradScan> scans = scans_.take(params_, options, norms, scratch_);
+  return {options.found_inf, options.sum_of_squares,
+          norms.wants_each() ? squares_of_all(scans, squares_of_params) : at::Tensor()};
+}
+
+void Plan::remember_copied_step(bool had_scale) {
+  ParamTable::remember_step(params_.slots(), had_scale, /*are_as_seen=*/false);
 }
 
 void GroupSettings::read(const std::string& optimizer,

@@ -109,8 +109,23 @@ class AMP_EXT_API Plan {
   //
   // If an error occurs before the first launch, nothing has been written. After a later error, each
   // parameter is as launch_step() says. If any was updated, no Lock can be taken any more.
+  //
+  // `chunks` may be null, which stands for one chunk.
   void step(GroupTable& table, GradientOptions options, StateStore& store,
-            const at::Tensor& squares_of_params = {});
+            const at::Tensor& squares_of_params = {}, StepChunks* chunks = nullptr);
+
+  // The inputs of a step that depend on gradients, for a plan that steps copies of the parameters.
+  struct CopiedStepInputs {
+    OptionalTensor found_inf;
+    OptionalTensor sum_of_squares;
+    at::Tensor squares_of_params;  // [params]; undefined unless norms are tracked
+  };
+  // Checks the gradients as step() does, and scans them if step() would. Then another plan can step
+  // copies of the parameters, and remember_copied_step() completes the step here.
+  CopiedStepInputs prepare_copied_step(const GroupTable& table, GradientOptions options,
+                                       const at::Tensor& squares_of_params = {});
+  // Remembers which gradients still carry the loss scale. `had_scale` is true if they had one.
+  void remember_copied_step(bool had_scale);
 
   // Refuses all operations from now on, as after a step that came as far as `failure` says; empty:
   // no step has failed.

@@ -203,17 +203,22 @@ std::vector<StepBatch> prepare_step(const ParamSlotChecks& checks, Slots slots,
 }
 
 void launch_step(const std::vector<StepBatch>& batches, GroupTable& table, StepScratch& scratch,
-                 StepOutcome& outcome) {
+                 StepOutcome& outcome, StepChunks* chunks) {
   clear_autocast_cache();
   for (const StepBatch& batch : batches) {
     if (!batch.is_skipped) outcome.params += static_cast<int64_t>(batch.slots.size());
   }
-  for (const StepBatch& batch : batches) {
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const StepBatch& batch = batches[i];
     if (batch.is_skipped) {
       skip_batch(batch);
-    } else {
-      launch_batch(batch, table, scratch, outcome);
+      continue;
     }
+    const bool is_first = i == 0 || batches[i - 1].chunk != batch.chunk;
+    const bool is_last = i + 1 == batches.size() || batches[i + 1].chunk != batch.chunk;
+    if (chunks != nullptr && is_first) chunks->begin(batch.chunk);
+    launch_batch(batch, table, scratch, outcome);
+    if (chunks != nullptr && is_last) chunks->end(batch.chunk);
   }
 }
 

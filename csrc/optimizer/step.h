@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "devices/dispatch.h"
@@ -59,11 +60,28 @@ struct LrOnDevice {
   double number;
 };
 
+// The order in which a step updates the slots of a table: one chunk after another.
+class AMP_EXT_API StepChunks {
+ public:
+  explicit StepChunks(std::vector<size_t> ends) : ends(std::move(ends)) {}
+  virtual ~StepChunks() = default;
+
+  // Called before the first launch of a chunk. Returns when its gradients can be read.
+  virtual void begin(size_t chunk) = 0;
+  // Called once all parameters of a chunk are updated.
+  virtual void end(size_t chunk) = 0;
+
+  // For each chunk, the index of the slot after its last one. The last number is the number of
+  // slots.
+  const std::vector<size_t> ends;
+};
+
 // The slots that one launch updates, with the arguments of the launch.
 struct StepBatch {
   at::Device device;
   OptimizerKernel kernel;
   DeviceInputs inputs;
+  size_t chunk = 0;  // index in StepChunks
   std::vector<ParamSlot*> slots;
   std::vector<std::optional<LrOnDevice>> lrs;  // [groups], nullopt if lr is not a tensor
   std::vector<KernelTensorArgs> all_args;      // [slots]
@@ -100,8 +118,10 @@ AMP_EXT_API std::vector<StepBatch> prepare_step(const ParamSlotChecks& checks, S
 
 // Launches the batches. If this throws, `outcome` says how far the step has come: each parameter
 // was either updated together with its state and step counter or left unchanged, except where a
-// dense copy could not be copied back.
+// dense copy could not be copied back. `chunks` may be null. It is not asked about chunks that the
+// host knows to be skipped.
 AMP_EXT_API void launch_step(const std::vector<StepBatch>& batches, GroupTable& table,
-                             StepScratch& scratch, StepOutcome& outcome);
+                             StepScratch& scratch, StepOutcome& outcome,
+                             StepChunks* chunks = nullptr);
 
 }  // namespace amp_ext

@@ -2,8 +2,6 @@
 #include "optimizer/step_outputs.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -124,12 +122,7 @@ void StepOutputs::write_norms(const StepInputs& inputs, const std::vector<GradSc
     }
   }
   if (!has_grad_norms_) return;
-  const at::Device device = grad_norms_.device();
-  at::Tensor squares = squares_of_params;
-  for (const GradScan& scan : scans) {
-    const at::Tensor here = to_device(scan.result.squares_of_params, device);
-    squares = squares.defined() ? at::where(squares.isnan(), here, squares) : here;
-  }
+  const at::Tensor squares = squares_of_all(scans, squares_of_params);
   if (squares.defined()) {
     grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
   } else {

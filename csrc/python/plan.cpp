@@ -221,9 +221,30 @@ void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
   }
 }
 
+// The chunks of a Python object with a list `ends` and the methods begin() and end().
+class ChunksOfPython : public StepChunks {
+ public:
+  explicit ChunksOfPython(py::object chunks)
+      : StepChunks(py::cast<std::vector<size_t>>(chunks.attr("ends"))),
+        chunks_(std::move(chunks)) {}
+
+  void begin(size_t chunk) override {
+    const py::gil_scoped_acquire acquire;
+    chunks_.attr("begin")(chunk);
+  }
+  void end(size_t chunk) override {
+    const py::gil_scoped_acquire acquire;
+    chunks_.attr("end")(chunk);
+  }
+
+ private:
+  const py::object chunks_;
+};
+
 py::object step(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
                 const py::object& amp_context, OptionalTensor grad_scale, OptionalTensor found_inf,
-                OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params) {
+                OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params,
+                const py::object& chunks) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   const StepNorms norms = mine.norms(operation.clipping.max_grad_norm,
@@ -234,13 +255,43 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   warn_of_uncounted_write(mine, optimizer);
   py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
   StatesOfPython store(operation, step_plan, amp_context);
+  std::optional<ChunksOfPython> order;
+  if (!chunks.is_none()) order.emplace(chunks);
   try {
-    mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()));
+    mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()),
+              order.has_value() ? &*order : nullptr);
   } catch (...) {
     store.take_back();
     throw;
   }
   return done;
+}
+
+// Returns (found_inf, sum_of_squares, squares_of_params) for the step of another plan.
+py::object prepare_copied_step(PlanOfPython& mine, const py::object& step_plan,
+                               const py::object& optimizer, OptionalTensor grad_scale,
+                               OptionalTensor found_inf, OptionalTensor sum_of_squares,
+                               const OptionalTensor& squares_of_params) {
+  Operation operation(mine, step_plan, optimizer, "step");
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
+  GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
+                                                       std::move(sum_of_squares));
+  Plan::CopiedStepInputs inputs;
+  {
+    const py::gil_scoped_release release;
+    inputs = mine.prepare_copied_step(operation.table, std::move(options),
+                                      squares_of_params.value_or(at::Tensor()));
+  }
+  return py::make_tuple(inputs.found_inf, inputs.sum_of_squares,
+                        if_defined(inputs.squares_of_params));
+}
+
+py::object remember_copied_step(PlanOfPython& mine, const py::object& step_plan,
+                                const py::object& optimizer, bool had_scale) {
+  const Operation operation(mine, step_plan, optimizer, "step");
+  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
+  mine.remember_copied_step(had_scale);
+  return mine.answer(PlanAnswer::kDone);
 }
 
 // Returns an InspectedStep, or an answer as step() does. `is_in_step` is true if the step itself
@@ -384,7 +435,12 @@ void define_plan(py::module_& module) {
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
+           py::arg("squares_of_params"), py::arg("chunks") = py::none())
+      .def("prepare_copied_step", &prepare_copied_step, py::arg("step_plan"), py::arg("optimizer"),
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
            py::arg("squares_of_params"))
+      .def("remember_copied_step", &remember_copied_step, py::arg("step_plan"),
+           py::arg("optimizer"), py::arg("had_scale"))
       .def(
           "swap_back",
           [](PlanOfPython& mine, WeightAverages& averages) {

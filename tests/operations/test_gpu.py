@@ -256,3 +256,54 @@ def test_a_training_has_the_bits_of_the_cpu(gpu, case) -> None:
 def test_sequences_of_the_fast_path_are_rounded_to_nearest(gpu):
     """Of all 2^24 roots, 2^23 reciprocals and 10^8 quotients none is off."""
     assert amp_ext.ops.count_division_errors(gpu, 1).tolist() == [0, 0, 0]
+
+
+# States in host memory.
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@DTYPES
+def test_offloaded_states_train_as_on_the_gpu_to_the_bit(gpu, dtype, make, pinned) -> None:
+    plain, offloaded = (Training(make, dtype, gpu, tensor_lr=True) for _ in range(2))
+    offload = amp_ext.optim.offload_states(offloaded.optimizer, pinned)
+    side = torch.cuda.Stream()
+    for training in (plain, offloaded):
+        train_eagerly(training, range(6))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            train_eagerly(training, range(6, BATCHES))
+        torch.cuda.current_stream().wait_stream(side)
+    states = [state.values() for state in offloaded.optimizer.state.values()]
+    assert {tensor.device.type for state in states for tensor in state} == {"cpu"}
+    for left, right in zip(offloaded.params, plain.params, strict=True):
+        assert same_bits(left, right)
+    offload.remove()
+    assert_same_bits(offloaded.optimizer, plain.optimizer)
+    for training in (plain, offloaded):
+        train_eagerly(training, range(3))
+    assert_same_bits(offloaded.optimizer, plain.optimizer)
+
+
+def test_offloaded_states_take_no_memory_of_the_gpu(gpu) -> None:
+    param = Parameter(torch.ones(1 << 22, dtype=BF16, device=gpu))
+    optimizer = amp_ext.optim.AdamW([param], max_grad_norm=1.0)
+    amp_ext.optim.offload_states(optimizer)
+    param.grad = torch.ones_like(param)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    file = optimizer.state_dict()
+    optimizer.load_state_dict(file)
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < param.nbytes / 4
+
+
+def test_a_step_with_offloaded_states_can_not_be_captured(gpu) -> None:
+    param = Parameter(torch.ones(4, device=gpu))
+    optimizer = amp_ext.optim.AdamW([param])
+    amp_ext.optim.offload_states(optimizer)
+    param.grad = torch.ones_like(param)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="can't be captured"), torch.cuda.graph(graph):
+        optimizer.step()

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness.optimizer_cases import CLASSES, in_16_bits, ours, theirs
+from harness.transports import DelayedTransport
 from torch import Tensor, nn
 
 import amp_ext
 from amp_ext import memory
 from amp_ext.memory import __main__ as command_line
+from amp_ext.optim.offload import OffloadedStates
 
 OF_OPTIONS = {"amsgrad": ("Adam", {"amsgrad": True}), "momentum": ("SGD", {"momentum": 0.9})}
 # The class of each and its options.
@@ -148,6 +150,33 @@ def test_the_largest_gradient_of_a_number_of_parameters_is_not_known():
     assert any("largest gradient" in each for each in memory.NOT_COUNTED)
 
 
+@pytest.mark.parametrize(("name", "dtype", "optimizer"), RELEASED)
+def test_offloaded_states_take_what_was_calculated(name, dtype, optimizer):
+    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
+    rows = memory.training_memory(Model(), optimizer, offloaded=True)
+    (usage,) = [row for row in rows if row.configuration == configuration]
+    model = Model().to("cpu", dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = ours(class_name)(params, **options, **stored_as(configuration))
+    OffloadedStates(optimizer, DelayedTransport())
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    states = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    copies = [optimizer.offload.host_of(param) for param in params]
+    assert usage.host == allocated(states) + sum(copy.nbytes for copy in copies)
+    gradients = [param.grad for param in params]
+    assert usage.gpu == allocated([*model.parameters(), *model.buffers(), *gradients])
+    assert usage.total == usage.gpu + usage.host
+    with pytest.raises(ValueError, match="released and offloaded can't both be True"):
+        memory.training_memory(64, released=True, offloaded=True)
+
+
 def parameters_with_groups_and_without() -> nn.ParameterList:
     layouts = [
         torch.zeros(128, 32),
@@ -263,3 +292,9 @@ def test_the_command_line_prints_a_table(capsys):
     assert "adamw, released gradients. GiB;" in shown
     (row,) = re.findall("16-bit [+] split8 masters, 8bit states .*", shown)
     assert " 5.031 " in row
+    assert command_line.main(["7B", "--offloaded"]) == 0
+    shown = capsys.readouterr().out
+    assert "adamw, states in host memory. GiB;" in shown
+    (row,) = re.findall("16-bit [+] split8 masters, 8bit states .*", shown)
+    gib = 7e9 / 2**30
+    assert row.split()[11:13] == [f"{4 * gib:.2f}", f"{(3 + 1 / 32 + 2) * gib:.2f}"]
