@@ -254,9 +254,9 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
                                                        std::move(sum_of_squares));
   warn_of_uncounted_write(mine, optimizer);
   py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
-  StatesOfPython store(operation, step_plan, amp_context);
-  std::optional<ChunksOfPython> order;
+  std::optional<ChunksOfPython> order;  // destroyed after the store, which acquires the GIL
   if (!chunks.is_none()) order.emplace(chunks);
+  StatesOfPython store(operation, step_plan, amp_context);
   try {
     mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()),
               order.has_value() ? &*order : nullptr);
