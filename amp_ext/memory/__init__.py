@@ -50,7 +50,8 @@ NOT_COUNTED = (
     "temporary tensors within a step (torch's foreach optimizers make some)",
     "step counters (4 bytes a tensor) and the kernels' scratch space",
     "what the allocator rounds up or keeps in reserve",
-    "if states are offloaded, the two buffers for gradients in host memory",
+    "if states are offloaded, the two buffers for gradients in host memory, and if gradients are "
+    "released, too, as much on the GPU",
     "for a number instead of a model: what 8-bit states of small or odd parameters take more, and "
     "the largest gradient if gradients are released",
 )
@@ -142,14 +143,14 @@ class MemoryUsage:
 
     @property
     def host(self) -> int:
-        """The bytes in host memory: if states are offloaded, masters, states and copies."""
+        """The bytes in host memory, which are those of offloaded states and 0 otherwise."""
         if "copies" not in self.bytes:
             return 0
         return sum(self.bytes[part] for part in ("masters", "states", "copies"))
 
     @property
     def gpu(self) -> int:
-        """The bytes on the GPU: all that are not in host memory."""
+        """The bytes on the GPU, which are all that are not in host memory."""
         return self.total - self.host
 
 
@@ -190,8 +191,7 @@ def training_memory(
         describes it with its own dtypes and the default options of amp_ext's optimizers.
 
     Raises:
-        ValueError: If the optimizer is unknown, ``model`` is not a valid number, or both
-            ``released`` and ``offloaded`` are True.
+        ValueError: If the optimizer is unknown or ``model`` is not a valid number.
 
     Example:
         >>> with torch.device("meta"):
@@ -202,11 +202,6 @@ def training_memory(
     if optimizer not in OPTIMIZERS:
         raise ValueError(
             f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
-        )
-    if released and offloaded:
-        raise ValueError(
-            "training_memory: released and offloaded can't both be True, because an optimizer "
-            "whose states are offloaded can't release its gradients."
         )
     rows, buffers = list(CONFIGURATIONS), []
     if isinstance(model, nn.Module):

@@ -100,7 +100,6 @@ def release_gradients(
             "release_gradients: this optimizer releases its gradients already. Call remove() of "
             "the first release before."
         )
-    optimizer._check_not_offloaded("release_gradients")
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     return GradientRelease(optimizer, scaler, replicated is False)
@@ -124,7 +123,7 @@ class GradientRelease:
         self._compiled = ops.GradientRelease(self._name)
         self._is_paused = False
         self._known: tuple[Any, ...] = ()  # inputs of the lists of parameters below
-        self._params: list[Tensor] = []
+        self._params: list[Tensor] = []  # as hooks step them: with offloaded states, host copies
         self._places: list[tuple[int, int]] = []  # group and index in it of each parameter
         self._specs: list[ops.StateSpec] = []  # specs of the groups' states
         self._hooks: dict[int, Any] = {}  # handles, by the id of the parameter
@@ -132,6 +131,8 @@ class GradientRelease:
         self._states_of_scaler: Any = None  # replaced by each update of the scaler
         self._scan: GradScan | None = None
         self._check_scaler_ranks()
+        if optimizer.offload is not None:
+            optimizer.offload.synchronize()
         self._compiled.check_options(optimizer._plan.compiled, optimizer)
         self._place_params(optimizer)
         optimizer.gradient_release = self
@@ -189,7 +190,23 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        self._compiled.on_gradient(optimizer._plan.compiled, self, optimizer, param)
+        offload = optimizer.offload
+        if offload is None:
+            self._compiled.on_gradient(optimizer._plan.compiled, self, optimizer, param)
+            return
+        with offload.hooks:
+            self._compiled.open(optimizer._plan.compiled, self)
+            inner = offload.inner
+            offload.step_in_backward(
+                param,
+                lambda host: self._compiled.on_gradient(inner._plan.compiled, self, inner, host),
+            )
+
+    def _stepped(self) -> FusedOptimizer:
+        """Returns the optimizer that hooks step: with offloaded states, the inner one."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer if optimizer.offload is None else optimizer.offload.inner
 
     def _begin(self) -> None:
         """Begins an iteration. The compiled hook calls this with its lock."""
@@ -211,10 +228,13 @@ class GradientRelease:
                     f"{self._name}: the gradients are not scaled. Call "
                     "scaler.scale(loss).backward() with the scaler of release_gradients()."
                 )
+        if optimizer.offload is not None:
+            scale = optimizer.offload.begin_backward(scale)
         self._place_params(optimizer)
         self._options = [_options_in(group) for group in optimizer.param_groups]
         self._scan = None
-        self._compiled.begin(optimizer._plan.compiled, optimizer, scale)
+        stepped = self._stepped()
+        self._compiled.begin(stepped._plan.compiled, stepped, scale)
 
     def _place_params(self, optimizer: FusedOptimizer) -> None:
         """Checks and lists the parameters of all groups, if anything about them has changed."""
@@ -225,7 +245,8 @@ class GradientRelease:
             optimizer.track_grad_norms,
             has_ranks and dist.get_world_size() > 1 and not self._are_different,
         )
-        if known == self._known and all(map(operator.is_, params, self._params)):
+        stepped = [optimizer._stored_beside(param) for param in params]
+        if known == self._known and all(map(operator.is_, stepped, self._params)):
             return
         places = [
             (group_index, index)
@@ -233,17 +254,17 @@ class GradientRelease:
             for index in range(len(group["params"]))
         ]
         rows, sharded_over = [], ShardedOver()
-        for param, (group_index, index) in zip(params, places, strict=True):
+        for param, here, (group_index, index) in zip(params, stepped, places, strict=True):
             name = f"{self._name}: param of group {group_index}, param {index}"
             self._check_param(param, name, *known[1:])
             partition, first = None, 0
             if is_dtensor(param):
                 partition, first = sharded_over.add(param, name), global_offset(param)
-            rows.append((group_index, index, param, partition, first))
+            rows.append((group_index, index, here, partition, first))
         for param in params:
             self._hook(param)
         self._compiled.register_params(rows)
-        self._known, self._params, self._places = known, params, places
+        self._known, self._params, self._places = known, stepped, places
 
     # The compiled hook calls the methods below.
 
@@ -251,10 +272,9 @@ class GradientRelease:
         return local_tensor(param), local_grad(param, self._name)
 
     def _init_state(self, index: int) -> tuple[States, list[Local]]:
-        optimizer = self._optimizer()
         group, index_in_group = self._places[index]
         placed = PlacedParam(self._specs[group], self._params[index], group, index_in_group)
-        return init_states({} if optimizer is None else optimizer.state, [placed])
+        return init_states(self._stepped().state, [placed])
 
     def _warn_of_write(self, index: int) -> None:
         name = name_of_param(self._optimizer(), index)
@@ -266,16 +286,18 @@ class GradientRelease:
         """Steps parameters that still have gradients, and returns what all hooks have found."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        self._end_backward(optimizer)
         if self._compiled.is_open:  # else the next gradient reads the options
             self._check_options(optimizer)
         for param in params_of(optimizer):
             if param.grad is not None:
                 self._hook(param)
                 self._on_gradient(param)
+        self._end_backward(optimizer)
         self._scan = GradScan({}, {})
         if not self._compiled.is_open:
             return self._scan
-        flags, firsts, total, squares = self._compiled.collect(optimizer._plan.compiled)
+        flags, firsts, total, squares = self._compiled.collect(self._stepped()._plan.compiled)
         self._scan = GradScan(
             {flag.device: flag for flag in flags},
             {first.device: first for first in firsts},
@@ -300,22 +322,26 @@ class GradientRelease:
                 f"{self._name}.step: a hook before the step has set gradients, which released "
                 "gradients do not allow. Change them in a hook of the parameter instead."
             )
-        plan = optimizer._plan.compiled
+        stepped, offload, grad_scale = self._stepped(), optimizer.offload, amp_context.grad_scale
+        if offload is not None and isinstance(found_inf, Tensor):
+            grad_scale, found_inf = offload.read([grad_scale, found_inf])
+        plan = stepped._plan.compiled
         sums = scan.sum_of_squares, scan.squares_of_params
-        optimizer._ask_plan(
-            "step", plan.step, amp_context, amp_context.grad_scale, found_inf, *sums
-        )
+        stepped._ask_plan("step", plan.step, amp_context, grad_scale, found_inf, *sums)
         if self._compiled.is_collected:
             self._compiled.set_step_applied(plan)
         if self._scaler is None:
             self._compiled.end(plan)
+        if offload is not None:
+            offload.complete_backward()
 
     def give_up(self) -> None:
         """Ends an iteration whose batch is given up, and warns if parameters were stepped."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        warning = self._compiled.give_up(optimizer._plan.compiled)
+        self._end_backward(optimizer, is_given_up=True)
+        warning = self._compiled.give_up(self._stepped()._plan.compiled)
         if warning:
             warnings.warn(warning, stacklevel=3)
 
@@ -323,7 +349,12 @@ class GradientRelease:
         """Drops all states, which the next hooks take again from the optimizer."""
         optimizer = self._optimizer()
         if optimizer is not None:
-            self._compiled.forget(optimizer._plan.compiled)
+            self._compiled.forget(self._stepped()._plan.compiled)
+
+    def _end_backward(self, optimizer: FusedOptimizer, is_given_up: bool = False) -> None:
+        """Waits for the steps of offloaded parameters, which run in a thread."""
+        if optimizer.offload is not None:
+            optimizer.offload.end_backward(is_given_up)
 
     def check_scaler(self, scaler: Any, operation: str) -> None:
         """Refuses an operation of a scaler that does not fit: another one, or ``unscale_``."""

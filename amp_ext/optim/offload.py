@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,20 @@ from torch.nn.parameter import is_lazy
 from amp_ext import ops
 from amp_ext.amp_protocol import AmpStepContext
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import params_of
+from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.host_buffers import (
+    BUFFERS,
+    Chunks,
+    HookBuffers,
+    HostCopy,
+    Layout,
+    Seen,
+    aligned_bytes,
+    is_dense,
+    set_grad,
+    strided,
+)
 from amp_ext.optim.state_store import PlacedParam, init_states
 from amp_ext.optim.transport import CudaTransport, Transport, available_host_memory
 from amp_ext.optim.weight_average import has_average
@@ -29,9 +42,6 @@ __all__ = ["OffloadedStates", "offload_states"]
 
 #: Bytes of gradients that are copied and stepped together. A larger gradient is a chunk of its own.
 CHUNK_BYTES = 32 << 20
-#: Chunks in host memory at a time: one is stepped while the next one arrives.
-_BUFFERS = 2
-_ALIGNMENT = 64  # bytes
 # Bytes of an element: of the master of a 16-bit parameter, and of a moment. None: as the parameter.
 _MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 _MOMENT_BYTES: dict[Any, int | None] = {"float32": 4, "bfloat16": 2, None: None}
@@ -66,10 +76,9 @@ def offload_states(
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If ``threads`` is less than 1.
-        RuntimeError: If the optimizer releases its gradients, has averages of its weights, writes
-            gradients back or is offloaded already; if a parameter is a DTensor, flattened by FSDP1,
-            lazy, float64, not dense in memory or not on the GPU of the others; or if there is too
-            little host memory.
+        RuntimeError: If the optimizer has averages of its weights, writes gradients back or is
+            offloaded already; if a parameter is a DTensor, flattened by FSDP1, lazy, float64, not
+            dense in memory or not on the GPU of the others; or if there is too little host memory.
 
     Example:
         >>> optimizer = amp_ext.optim.AdamW(model.parameters(), master_weights="split")
@@ -102,35 +111,6 @@ def offload_states(
     return OffloadedStates(optimizer, CudaTransport(device, pinned), threads)
 
 
-class _Seen(NamedTuple):
-    """Tells whether a parameter was written."""
-
-    address: int
-    version: int
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Seen:
-        return cls(param.data_ptr(), param._version)
-
-
-class _Host:
-    """The host copy of a parameter, and the parameter as it was when both were equal."""
-
-    def __init__(self, tensor: Tensor, is_copy: bool = True) -> None:
-        self.tensor = tensor
-        self.is_copy = is_copy  # False if `tensor` is empty, because the parameter is frozen
-        self.seen: _Seen | None = None  # None if the parameter has to be copied
-
-    def fits(self, param: Tensor) -> bool:
-        """Returns True if the parameter has still the dtype and layout of the copy."""
-        ours = self.tensor
-        return (ours.dtype, ours.shape, ours.stride()) == (
-            param.dtype,
-            param.shape,
-            param.stride(),
-        )
-
-
 class OffloadedStates:
     """The handle from :func:`offload_states`.
 
@@ -160,20 +140,27 @@ class OffloadedStates:
         self._transport = transport
         self._threads = threads
         self._chunk_bytes = chunk_bytes
-        self._inner = _inner_of(optimizer)
-        self._hosts: dict[Tensor, _Host] = {}  # by the parameter on the device
-        self._layout: _Layout | None = None
+        #: An optimizer of the same class, whose parameters are the host copies.
+        self.inner = _inner_of(optimizer)
+        self._hosts: dict[Tensor, HostCopy] = {}  # by the parameter on the device
+        self._layout: Layout | None = None
         self._ring = torch.empty(0, dtype=torch.uint8)
+        #: Held by hooks that step parameters in the backward pass.
+        self.hooks = threading.Lock()
+        self._hook_buffers = HookBuffers(self._ring, 0)
         #: Results of the last step, on the device of the parameters.
         self.reports: dict[str, Tensor] = {}
+        self._error: BaseException | None = None  # of a step in the backward pass
+        self._has_raised = False  # whether such an error was raised in this iteration
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._pid = 0
-        self._is_unfinished = False  # an interrupt may have left work in the thread
+        self._is_unfinished = False  # hooks or an interrupt may have left work in the thread
         self._users: dict[str, int] = {}  # the thread that is inside step(), under "step"
         self._check_memory(optimizer)
         self._prepare()
-        self._convert_states(optimizer, self._inner.state, self.host_of)
+        self._convert_states(optimizer, self.inner.state, self.host_of)
         optimizer.rebuild()  # drops the plan's references to the old states
+        self._end_iteration(optimizer)
         optimizer.offload = self
 
     @outside_inference_mode()
@@ -182,11 +169,12 @@ class OffloadedStates:
         optimizer = self._optimizer()
         if optimizer is None or optimizer.offload is not self:
             return
+        self._end_iteration(optimizer)
         self._prepare()
         self._convert_states(optimizer, optimizer.state, lambda param: param)
         optimizer.rebuild()
         optimizer.offload = None
-        self._inner.state.clear()
+        self.inner.state.clear()
         self._hosts.clear()
         self._transport.close()
         if self._pool is not None:
@@ -199,6 +187,12 @@ class OffloadedStates:
     def __exit__(self, *_: Any) -> None:
         """Calls :meth:`remove`."""
         self.remove()
+
+    @staticmethod
+    def _end_iteration(optimizer: FusedOptimizer) -> None:
+        """Ends an iteration of released gradients, in which the place of states can't change."""
+        if optimizer.gradient_release is not None:
+            optimizer.gradient_release.give_up()
 
     # Host copies of parameters.
 
@@ -226,7 +220,7 @@ class OffloadedStates:
         if [*map(id, self._hosts)] != [*map(id, params)]:
             self._hosts = {param: self._hosts[param] for param in params}
         self._fetch()
-        inner = self._inner
+        inner = self.inner
         inner.param_groups = [
             {**group, "params": [self._hosts[param].tensor for param in group["params"]]}
             for group in optimizer.param_groups
@@ -257,7 +251,7 @@ class OffloadedStates:
                 if not _needs_copy(optimizer, param):
                     if host is None:
                         empty = torch.empty(0, dtype=param.dtype)
-                        self._hosts[param] = _Host(empty, is_copy=False)
+                        self._hosts[param] = HostCopy(empty, is_copy=False)
                 elif (
                     host is None
                     or not (host.is_copy and host.fits(param))
@@ -267,24 +261,24 @@ class OffloadedStates:
                     new.append(param)
         if not new:
             return
-        slab = self._transport.allocate(sum(map(_aligned_bytes, new)))
+        slab = self._transport.allocate(sum(map(aligned_bytes, new)))
         offset = 0
         for param in new:
-            view = _strided(slab, offset, param.dtype, param.shape, param.stride())
+            view = strided(slab, offset, param.dtype, param.shape, param.stride())
             # The tensor in ``data`` has a version counter of its own.
-            self._hosts[param] = _Host(view.data.requires_grad_(param.requires_grad))
-            offset += _aligned_bytes(param)
+            self._hosts[param] = HostCopy(view.data.requires_grad_(param.requires_grad))
+            offset += aligned_bytes(param)
 
     def _fetch(self) -> None:
         """Copies parameters that were written since the last step into their host copies."""
         written = [
             (param, host)
             for param, host in self._hosts.items()
-            if host.is_copy and host.seen != _Seen.of(param)
+            if host.is_copy and host.seen != Seen.of(param)
         ]
         if not written:
             return
-        seen = [_Seen.of(param) for param, _ in written]
+        seen = [Seen.of(param) for param, _ in written]
         self._transport.begin()
         for param, host in written:
             self._transport.copy_down(host.tensor, param)
@@ -293,11 +287,12 @@ class OffloadedStates:
             increment_version(host.tensor)  # lets the inner optimizer refresh the master
             host.seen = now
 
-    def _share_states(self, optimizer: FusedOptimizer) -> None:
+    def _share_states(self, optimizer: FusedOptimizer, *params: Tensor) -> None:
         """Gives the optimizer the states that the inner optimizer has created."""
-        for param, host in self._hosts.items():
-            if host.tensor in self._inner.state and param not in optimizer.state:
-                optimizer.state[param] = self._inner.state[host.tensor]
+        for param in params or self._hosts:
+            host = self._hosts[param].tensor
+            if host in self.inner.state and param not in optimizer.state:
+                optimizer.state[param] = self.inner.state[host]
 
     def _convert_states(
         self,
@@ -320,7 +315,7 @@ class OffloadedStates:
     def init_state(self) -> None:
         """Creates missing states in host memory."""
         self.synchronize()
-        self._inner.init_state()
+        self.inner.init_state()
         optimizer = self._optimizer()
         assert optimizer is not None
         self._share_states(optimizer)
@@ -330,16 +325,16 @@ class OffloadedStates:
         for host in self._hosts.values():
             host.seen = None
         self.synchronize()
-        self._inner.refresh_masters()
+        self.inner.refresh_masters()
 
     def master_params(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Returns the masters in host memory; without masters, the host copies of parameters."""
-        return self._inner.master_params([self.host_of(param) for param in params])
+        return self.inner.master_params([self.host_of(param) for param in params])
 
     def forget(self) -> None:
         """Drops what the inner optimizer knows of parameters and states."""
         self._await_thread()
-        self._inner.rebuild()
+        self.inner.rebuild()
 
     # Steps.
 
@@ -387,22 +382,17 @@ class OffloadedStates:
             squares_of_params,
         )
         self._prepare()
-        inputs = [grad_scale, found_inf, sum_of_squares, squares_of_params]
-        rates = [group["lr"] for group in self._inner.param_groups]
-        read = self._read([*inputs, *(rate if _is_tensor(rate) else None for rate in rates)])
-        for group, rate in zip(self._inner.param_groups, read[len(inputs) :], strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        inputs = self._read_inputs([grad_scale, found_inf, sum_of_squares, squares_of_params])
         chunks = self._chunks()
         self._transport.begin()
-        self._run(lambda: self._step_on_host(amp_context, read[: len(inputs)], chunks))
-        self._report()
+        self._run(lambda: self._step_on_host(amp_context, inputs, chunks))
+        self.report()
 
     def _step_on_host(
-        self, amp_context: AmpStepContext, inputs: list[Tensor | None], chunks: _Chunks
+        self, amp_context: AmpStepContext, inputs: list[Tensor | None], chunks: Chunks
     ) -> None:
         """Steps the host copies. Runs in the thread, where no interrupt can stop it."""
-        inner, optimizer = self._inner, self._optimizer()
+        inner, optimizer = self.inner, self._optimizer()
         assert optimizer is not None
         try:
             inner._ask_plan("step", inner._plan.compiled.step, amp_context, *inputs, chunks)
@@ -410,15 +400,28 @@ class OffloadedStates:
             plan, had_scale = optimizer._plan.compiled, inputs[0] is not None
             optimizer._ask_plan("step", plan.remember_copied_step, had_scale)
         except BaseException:
-            if inner._plan.compiled.failure:
-                optimizer._plan.begin_anew(inner._plan.compiled.failure)
+            self._share_failure(optimizer)
             raise
         finally:
             self._transport.join(self._transport.record_up())
             for host in self._hosts.values():
                 host.tensor.grad = None
 
-    def _read(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _share_failure(self, optimizer: FusedOptimizer) -> None:
+        """Refuses further operations after an error between the launches of a step."""
+        if self.inner._plan.compiled.failure:
+            optimizer._plan.begin_anew(self.inner._plan.compiled.failure)
+
+    def _read_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Copies the inputs of a step and the learning rates that are tensors in one copy."""
+        rates = [group["lr"] for group in self.inner.param_groups]
+        read = self.read([*inputs, *(rate if _is_tensor(rate) else None for rate in rates)])
+        for group, rate in zip(self.inner.param_groups, read[len(inputs) :], strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        return read[: len(inputs)]
+
+    def read(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copies small tensors into host memory, in one copy."""
         present = [tensor for tensor in tensors if tensor is not None]
         if not present:
@@ -431,26 +434,29 @@ class OffloadedStates:
             for each in tensors
         ]
 
-    def _chunks(self) -> _Chunks:
+    def _chunks(self) -> Chunks:
         """Returns the chunks of a step, with host memory for all gradients of a chunk."""
         grads = [param.grad for param in self._hosts]
         layout = self._layout
         if layout is None or not layout.fits(grads):
-            layout = _Layout(grads, self._chunk_bytes)
-            size = layout.buffer_bytes * _BUFFERS
-            if self._ring.numel() < size:
-                self._ring = self._transport.allocate(size)
-            layout.place(self._ring)
+            layout = Layout(grads, self._chunk_bytes)
+            layout.place(self._reserve(layout.buffer_bytes))
             self._layout = layout
         layout.close_gaps(grads)
         increment_version(self._ring)  # the gradients are new, although their memory is not
-        return _Chunks(self._transport, layout, list(self._hosts.items()), grads)
+        return Chunks(self._transport, layout, list(self._hosts.items()), grads)
 
-    def _report(self) -> None:
+    def _reserve(self, buffer_bytes: int) -> Tensor:
+        """Returns the memory of the buffers for gradients, each of at least ``buffer_bytes``."""
+        if self._ring.numel() < buffer_bytes * BUFFERS:
+            self._ring = self._transport.allocate(buffer_bytes * BUFFERS)
+        return self._ring
+
+    def report(self) -> None:
         """Copies the norms of the step to the device."""
         device = self._transport.device
         for name in ("grad_norm", "grad_norms", "step_applied"):
-            found = getattr(self._inner._plan.compiled, name)
+            found = getattr(self.inner._plan.compiled, name)
             if found is None:
                 self.reports.pop(name, None)
                 continue
@@ -458,16 +464,143 @@ class OffloadedStates:
                 self.reports[name] = torch.empty_like(found, device=device)
             self.reports[name].copy_(found, non_blocking=True)
 
+    # Steps in the backward pass, for released gradients.
+
+    @outside_inference_mode()
+    def begin_backward(self, grad_scale: Tensor | None) -> Tensor | None:
+        """Prepares the inner optimizer for the hooks, and returns the loss scale on the host.
+
+        Args:
+            grad_scale: The loss scale, one float32, or None.
+        """
+        self._prepare()
+        self._has_raised = False
+        return self._read_inputs([grad_scale])[0]
+
+    @outside_inference_mode()
+    def step_in_backward(self, param: Tensor, step: Callable[[Tensor], None]) -> None:
+        """Steps a parameter in the thread once its gradient has arrived, and frees the gradient.
+
+        A later call raises an error of the thread.
+
+        Args:
+            param: The parameter.
+            step: Steps the host copy with which it is called, which then has the gradient.
+
+        Raises:
+            RuntimeError: If the gradient is sparse or part of a graph, or if the parameter was
+                frozen when the iteration began.
+        """
+        self._raise_error()
+        host, grad = self._hosts.get(param), param.grad
+        if host is None or grad is None:
+            return
+        wrong = None
+        if not host.is_copy:
+            wrong = "a parameter was unfrozen within an iteration. Unfreeze it after step()"
+        elif grad.layout is not torch.strided:
+            wrong = "the step does not support sparse gradients. Call to_dense()"
+        elif grad.requires_grad:
+            wrong = (
+                "released gradients can't be part of a graph. Call backward() without "
+                "create_graph=True, or release.remove() first"
+            )
+        if wrong is not None:
+            raise RuntimeError(f"{self._name}: {wrong}.")
+        if not is_dense(grad):
+            grad = grad.contiguous()
+        if self._hook_buffers.buffer_bytes < aligned_bytes(grad):
+            sizes = [aligned_bytes(each.tensor) for each in self._hosts.values()]
+            widened = -(-grad.element_size() // param.element_size())  # float32 gradients
+            buffer_bytes = widened * max(*sizes, min(sum(sizes), self._chunk_bytes))
+            self._hook_buffers = HookBuffers(self._reserve(buffer_bytes), buffer_bytes)
+        view = self._hook_buffers.place(grad)
+        increment_version(view)
+        self._transport.begin()
+        self._transport.copy_down(view, grad)
+        arrived = self._transport.record_down()
+        # The copy reads the gradient, so the list keeps it until the thread has seen the event.
+        work = functools.partial(self._step_one, param, host, view, [grad], arrived, step)
+        increment_version(param)
+        host.seen = Seen.of(param)
+        self._hook_buffers.futures[self._hook_buffers.index] = self._submit(work)
+        param.grad = None
+
+    def _step_one(
+        self,
+        param: Tensor,
+        host: HostCopy,
+        view: Tensor,
+        grads: list[Tensor],
+        arrived: Any,
+        step: Callable[[Tensor], None],
+    ) -> None:
+        """Steps one parameter. Runs in the thread."""
+        optimizer, is_stepped = self._optimizer(), False
+        try:
+            self._transport.wait(arrived)
+            grads.clear()
+            set_grad(host.tensor, view)
+            step(host.tensor)
+            if optimizer is not None:
+                self._share_states(optimizer, param)
+            is_stepped = True
+            if host.seen != Seen.of(param):
+                name = name_of_param(optimizer, [*map(id, self._hosts)].index(id(param)))
+                raise RuntimeError(
+                    f"{self._name}: {name} was written after its gradient was released, before "
+                    "step() had copied it back. Write parameters after step() or zero_grad()."
+                )
+            self._transport.copy_up(param, host.tensor)
+        except BaseException as error:
+            self._error = self._error or error
+            if is_stepped:
+                self.inner._plan.begin_anew("a parameter that could not be copied back")
+            if optimizer is not None:
+                self._share_failure(optimizer)
+        finally:
+            host.tensor.grad = None
+
+    def end_backward(self, is_given_up: bool = False) -> None:
+        """Waits for the steps of all hooks, and makes the current stream wait for the last copy.
+
+        Raises an error that occurred in the thread.
+
+        Args:
+            is_given_up: True if the batch is given up, so that the first error is enough.
+        """
+        self._await_thread()
+        if is_given_up and self._has_raised:
+            self._error = None
+        self._raise_error()
+
+    def complete_backward(self) -> None:
+        """Completes an iteration: registers what was stepped, and copies the norms up."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        plan = optimizer._plan.compiled
+        optimizer._ask_plan("step", plan.remember_copied_step, False)
+        self.report()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            self._has_raised = True
+            raise error
+
     # The thread.
 
-    def _run(self, work: Callable[[], None]) -> None:
-        """Runs a step in the thread. An interrupt is raised after the step."""
+    def _submit(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
         if self._pool is None or self._pid != os.getpid():  # a fork copies no threads
             self._start_thread()
         assert self._pool is not None
         self._is_unfinished = True
+        return self._pool.submit(work)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Runs a step in the thread. An interrupt is raised after the step."""
         try:
-            error = self._pool.submit(work).exception()
+            error = self._submit(work).exception()
             self._is_unfinished = False
         finally:
             self._await_thread()  # an interrupt has ended the line above
@@ -476,17 +609,25 @@ class OffloadedStates:
 
     def _start_thread(self) -> None:
         threads, before = self._threads, torch.get_num_threads()
-        initializer = None if threads is None else lambda: torch.set_num_threads(threads)
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "amp_ext offload", initializer)
+
+        def set_threads() -> None:
+            # In a new thread, torch and our engine set the number when they first run, to the one
+            # that any thread has set last. So both run before it is set.
+            torch.get_num_threads()
+            ops.count_nonfinite([torch.zeros(1)])
+            torch.set_num_threads(before if threads is None else threads)
+
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "amp_ext offload", set_threads)
         self._pid = os.getpid()
-        if threads is not None:
-            self._pool.submit(int).result()
-            torch.set_num_threads(before)  # for threads that start later; ours keeps its number
+        self._pool.submit(int).result()
+        torch.set_num_threads(before)  # for threads that start later; ours keeps its number
 
     def _await_thread(self) -> None:
-        """Waits for a step that an interrupt has left running."""
+        """Waits for steps of hooks, and for a step that an interrupt has left running."""
         if self._is_unfinished and self._pool is not None and self._pid == os.getpid():
             self._pool.submit(int).result()
+            self._transport.begin()
+            self._transport.join(self._transport.record_up())
         self._is_unfinished = False
 
     # Checks.
@@ -496,8 +637,6 @@ class OffloadedStates:
         wrong = None
         if optimizer.offload is not None:
             wrong = "its states are offloaded already. Call remove() of the first offload before"
-        elif optimizer.gradient_release is not None:
-            wrong = "it releases its gradients. Call release.remove() first"
         elif has_average(optimizer):
             wrong = "it has a WeightAverage, which reads the states. Call average.remove() first"
         elif optimizer._plan.compiled.failure:
@@ -519,7 +658,7 @@ class OffloadedStates:
             wrong = f"must be Float, Half or BFloat16, got {param.dtype}"
         elif param.is_inference():
             wrong = "is an inference tensor. Create it outside torch.inference_mode()"
-        elif not _is_dense(param):
+        elif not is_dense(param):
             wrong = "must be dense in memory, got a view with gaps or overlaps"
         if wrong is not None:
             raise RuntimeError(f"{self._name}: offload_states: param of {place} {wrong}.")
@@ -549,11 +688,11 @@ class OffloadedStates:
                 if not _needs_copy(optimizer, param):
                     continue
                 self._check_param(param, f"group {group_index}, param {index}")
-                params += _aligned_bytes(param)
-                largest = max(largest, _aligned_bytes(param))
-                total += _aligned_bytes(param)
+                params += aligned_bytes(param)
+                largest = max(largest, aligned_bytes(param))
+                total += aligned_bytes(param)
                 states += _state_bytes(spec, param)
-        buffers = _BUFFERS * min(total, max(largest, self._chunk_bytes))
+        buffers = BUFFERS * min(total, max(largest, self._chunk_bytes))
         needed = params + states + buffers
         if needed > available:
             raise RuntimeError(
@@ -562,101 +701,6 @@ class OffloadedStates:
                 f"only {_gib(available)} GiB are available. Choose smaller states with "
                 "master_weights and state_dtype, or a machine with more memory."
             )
-
-
-class _Layout:
-    """The chunks of a step, and the place of each gradient in the memory of its chunk."""
-
-    def __init__(self, grads: list[Tensor | None], chunk_bytes: int) -> None:
-        self._kinds = list(map(_kind, grads))
-        self._gaps = [
-            index for index, grad in enumerate(grads) if grad is not None and not _is_dense(grad)
-        ]
-        #: Index after the last parameter of each chunk.
-        self.ends: list[int] = []
-        self._places: list[tuple[int, int]] = []  # chunk and offset in its memory
-        self.buffer_bytes = offset = 0
-        for index, grad in enumerate(grads):
-            size = 0 if grad is None else _aligned_bytes(grad)
-            if offset and offset + size > chunk_bytes:
-                self.ends.append(index)
-                offset = 0
-            self._places.append((len(self.ends), offset))
-            offset += size
-            self.buffer_bytes = max(self.buffer_bytes, offset)
-        self.ends.append(len(grads))
-        #: Host memory of each gradient.
-        self.views: list[Tensor | None] = []
-
-    def fits(self, grads: list[Tensor | None]) -> bool:
-        """Returns True if these gradients have the dtypes and layouts of this layout's."""
-        return self._kinds == list(map(_kind, grads))
-
-    def close_gaps(self, grads: list[Tensor | None]) -> None:
-        """Replaces gradients that have gaps or overlaps in memory by contiguous copies."""
-        for index in self._gaps:
-            grad = grads[index]
-            grads[index] = None if grad is None else grad.contiguous()
-
-    def place(self, ring: Tensor) -> None:
-        """Places the gradients in host memory of ``_BUFFERS * buffer_bytes`` bytes."""
-        for index, kind in enumerate(self._kinds):
-            chunk, offset = self._places[index]
-            if kind is None:
-                self.views.append(None)
-                continue
-            dtype, shape, stride = kind
-            if index in self._gaps:
-                stride = torch.empty(shape, device="meta").stride()
-            start = chunk % _BUFFERS * self.buffer_bytes + offset
-            self.views.append(_strided(ring, start, dtype, shape, stride))
-
-
-class _Chunks:
-    """Copies the gradients of each chunk down, and the updated parameters up.
-
-    The compiled step calls the methods, in the thread.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        layout: _Layout,
-        params: list[tuple[Tensor, _Host]],
-        grads: list[Tensor | None],
-    ) -> None:
-        self.ends = layout.ends
-        self._transport = transport
-        self._params, self._grads, self._views = params, grads, layout.views
-        self._events: list[Any] = []
-        for (_, host), view in zip(params, layout.views, strict=True):
-            if view is not None and view.dtype != host.tensor.dtype:
-                host.tensor.grad_dtype = view.dtype
-            host.tensor.grad = view
-
-    def begin(self, chunk: int) -> None:
-        """Waits for the gradients of a chunk, while those of the next one are copied."""
-        while len(self._events) < min(chunk + _BUFFERS, len(self.ends)):
-            for index in self._indices(len(self._events)):
-                grad, view = self._grads[index], self._views[index]
-                if grad is not None and view is not None:
-                    self._transport.copy_down(view, grad)
-            self._events.append(self._transport.record_down())
-        self._transport.wait(self._events[chunk])
-
-    def end(self, chunk: int) -> None:
-        """Starts the copies of the updated parameters."""
-        for index in self._indices(chunk):
-            if self._grads[index] is None:
-                continue
-            self._grads[index] = None
-            param, host = self._params[index]
-            self._transport.copy_up(param, host.tensor)
-            increment_version(param)
-            host.seen = _Seen.of(param)
-
-    def _indices(self, chunk: int) -> range:
-        return range(self.ends[chunk - 1] if chunk else 0, self.ends[chunk])
 
 
 def _inner_of(optimizer: FusedOptimizer) -> FusedOptimizer:
@@ -679,10 +723,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _state_bytes(spec: ops.StateSpec, param: Tensor) -> int:
     """Returns the bytes of a parameter's state, without its step counter."""
     numel, moments = param.numel(), len(spec.names)
@@ -696,28 +736,5 @@ def _state_bytes(spec: ops.StateSpec, param: Tensor) -> int:
     return size + numel + (in_blocks if spec.state_dtype == "8bit" else 2 * numel)
 
 
-def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
-
-
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f}"
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == (
-        tensor.stride()
-    )
-
-
-def _kind(grad: Tensor | None) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
-    return None if grad is None else (grad.dtype, grad.shape, grad.stride())
-
-
-def _strided(
-    slab: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
-) -> Tensor:
-    """Returns a view of a tensor's layout on bytes of a slab."""
-    numel = shape.numel()
-    flat = slab[offset : offset + numel * dtype.itemsize].view(dtype)
-    return flat.as_strided(shape, stride)

@@ -95,6 +95,12 @@ class StatesOfHook : public HookStore {
   std::optional<py::gil_scoped_release> without_gil_;
 };
 
+// Begins an iteration unless hooks have begun it, for a hook whose step runs in another thread.
+void open(ReleaseOfPython& mine, PlanOfPython& plan, const py::object& owner) {
+  const auto lock = lock_of(mine, plan);
+  if (mine.release.stage() != Stage::kOpen) owner.attr("_begin")();
+}
+
 // The hook of one parameter. `owner` is the GradientRelease of Python.
 void on_gradient(ReleaseOfPython& mine, PlanOfPython& plan, const py::object& owner,
                  const py::object& optimizer, const py::object& param) {
@@ -147,6 +153,7 @@ void define_gradient_release(py::module_& module) {
             self.states.assign(rows.size(), {});
           },
           py::arg("rows"))
+      .def("open", &open, py::arg("plan"), py::arg("owner"))
       .def("begin", &begin, py::arg("plan"), py::arg("optimizer"), py::arg("grad_scale"))
       .def("collect", &collect, py::arg("plan"))
       .def(

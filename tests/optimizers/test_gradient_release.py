@@ -19,11 +19,13 @@ from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import assert_same_bits, bits_of, make_params, ours, twins
 from harness.reference import same_bits
 from harness.rows import rows
+from harness.transports import DelayedTransport
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_ext
 from amp_ext.optim import AdamW, NormGuard, WeightAverage, release_gradients
+from amp_ext.optim.offload import OffloadedStates
 
 SHAPES = [(130, 32), (127, 33), (5, 7), (), (0, 32), (4096,)]
 
@@ -37,6 +39,40 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": BF16}),
     "fp32-8bit-bf16": (F32, {"state_dtype": "8bit-bf16"}),
 }
+
+
+# Tests of what offloaded states refuse, and of what does not depend on their place.
+_NOT_OFFLOADED = {
+    "test_averages_leave_out_an_iteration_with_a_skipped_parameter",
+    "test_a_write_that_no_version_counts_is_warned_of",
+    "test_bits_of_emulated_kernels_are_the_same",
+}
+
+
+@pytest.fixture(autouse=True, params=["device", "host"])
+def place_of_states(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the tests twice: with states beside the parameters, and with offloaded states."""
+    if request.param == "device":
+        return
+    if request.node.originalname in _NOT_OFFLOADED or (
+        request.node.callspec.params.get("dtype") is F64
+    ):
+        pytest.skip("states can't be offloaded")
+
+    def offload_and_release(optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        if getattr(optimizer, "offload", True) is None:
+            OffloadedStates(optimizer, DelayedTransport(), chunk_bytes=3000)
+        return original(optimizer, *arguments, **options)
+
+    original = release_gradients
+    monkeypatch.setitem(globals(), "release_gradients", offload_and_release)
+
+
+def backward_and_settle(optimizer: Any, *losses: Any) -> None:
+    """Raises the errors of hooks, those of the thread that steps offloaded parameters included."""
+    torch.autograd.backward(*losses)
+    if optimizer.offload is not None:
+        optimizer.offload.end_backward()
 
 
 def cpu_scaler(scale: float = 1024.0, **options: Any) -> amp_ext.GradScaler:
@@ -382,7 +418,7 @@ def test_a_weight_shared_under_reentrant_checkpoints_is_refused_by_name() -> Non
     x = torch.ones(4, 8, requires_grad=True)
     first = checkpoint(model[0], x, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"group 0, param \d got another gradient after \d of 4"):
-        checkpoint(model[0], first, use_reentrant=True).sum().backward()
+        backward_and_settle(optimizer, checkpoint(model[0], first, use_reentrant=True).sum())
 
 
 def test_a_weight_that_a_later_segment_reads_again_is_noticed_by_autograd() -> None:
@@ -807,9 +843,9 @@ def test_an_error_in_our_hook_stops_later_hooks() -> None:
     before = bits_of(optimizer)
     give(None, params[:1], [torch.ones(3)])
     with pytest.raises(RuntimeError, match="exp_avg of group 0, param 1"):
-        give(None, params[1:2], [torch.ones(4)])
+        backward_and_settle(optimizer, params[1:2], [torch.ones(4)])
     with pytest.raises(RuntimeError, match="an earlier hook of this iteration failed after 1 of 3"):
-        give(None, params[2:], [torch.ones(5)])
+        backward_and_settle(optimizer, params[2:], [torch.ones(5)])
     params[1].grad = params[2].grad = None
     with pytest.raises(RuntimeError, match="an earlier hook of this iteration failed after 1 of 3"):
         optimizer.step()

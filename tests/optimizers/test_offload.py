@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,14 @@ from harness.transports import DelayedTransport
 from torch import Tensor, nn
 
 import amp_ext
-from amp_ext.optim import AdamW, NormGuard, WeightAverage, offload, offload_states
+from amp_ext.optim import (
+    AdamW,
+    NormGuard,
+    WeightAverage,
+    offload,
+    offload_states,
+    release_gradients,
+)
 from amp_ext.optim.offload import OffloadedStates
 from amp_ext.optim.state_store import PlacedParam
 from amp_ext.optim.transport import CudaTransport
@@ -197,15 +205,22 @@ def test_size_of_chunks_changes_no_bit(chunk_bytes: int) -> None:
     assert len(optimizers[0].offload._layout.ends) == (5 if chunk_bytes == 1 else 1)
 
 
-def test_threads_change_no_bit_and_no_other_number_of_threads() -> None:
+@pytest.mark.parametrize(("threads", "expected"), [(None, 3), (1, 1), (2, 2)])
+def test_threads_change_no_bit_and_no_other_number_of_threads(
+    threads: int | None, expected: int
+) -> None:
     before = torch.get_num_threads()
-    optimizers = cases.pair("AdamW", {"lr": 0.05}, F16, shapes=[(300, 300)])
-    offloaded(optimizers[0], threads=1)
-    assert_trains_alike(optimizers, 2)
-    found: list[int] = []
-    optimizers[0].offload._run(lambda: found.append(torch.get_num_threads()))
-    assert found == [1]
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        optimizers = cases.pair("AdamW", {"lr": 0.05}, F16, shapes=[(300, 300)])
+        offloaded(optimizers[0], threads=threads)
+        assert_trains_alike(optimizers, 2)
+        found: list[int] = []
+        optimizers[0].offload._run(lambda: found.append(torch.get_num_threads()))
+        assert found == [expected]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 # What moves.
@@ -890,10 +905,6 @@ def test_next_call_waits_for_work_that_an_interrupt_has_left() -> None:
     "inspect": (lambda each: each.inspect(), "AdamW.inspect does not support offloaded states"),
     "inspect-next": (lambda each: each.inspect_next(), "inspect_next does not support"),
     "average": (lambda each: WeightAverage(each), "does not support offloaded states"),
-    "release": (
-        lambda each: amp_ext.optim.release_gradients(each),
-        "release_gradients does not support offloaded states",
-    ),
     "twice": (offloaded, "its states are offloaded already"),
 }))  # fmt: skip
 def test_offloaded_optimizer_refuses(refused: Callable[[Any], Any], words: str) -> None:
@@ -905,7 +916,6 @@ def test_offloaded_optimizer_refuses(refused: Callable[[Any], Any], words: str) 
 
 
 @pytest.mark.parametrize(("change", "words"), rows({
-    "release": (amp_ext.optim.release_gradients, "releases its gradients"),
     "average": (WeightAverage, "has a WeightAverage"),
     "fp64": (
         lambda each: each.add_param_group({"params": make_params(F64)}),
@@ -945,6 +955,191 @@ def test_arguments_are_checked() -> None:
     ):
         with pytest.raises(error, match=words):
             offload_states(*arguments)
+
+
+# Released gradients. test_gradient_release.py runs all its tests with offloaded states, too.
+
+
+def give_in_backward(optimizer: Any, seed: int = 0, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    params = params_of(optimizer)
+    grads = [torch.randn(p.shape, generator=generator).to(p.dtype) * scale for p in params]
+    torch.autograd.backward(params, grads)
+
+
+def released(first_offloads: bool = True, **options: Any) -> tuple[Any, Any]:
+    """Returns equal optimizers, of which the first is offloaded and releases its gradients."""
+    optimizers = cases.pair("AdamW", {"lr": 0.05} | options, F16, shapes=[(40,)] * 6)
+    if first_offloads:
+        offloaded(optimizers[0], chunk_bytes=1)
+    release_gradients(optimizers[0])
+    if not first_offloads:
+        offloaded(optimizers[0], chunk_bytes=1)
+    return optimizers
+
+
+def iterate(*optimizers: Any, seed: int = 0) -> None:
+    for optimizer in optimizers:
+        give_in_backward(optimizer, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_offload_and_release_begin_and_end_in_any_order() -> None:
+    for first_offloads in (True, False):
+        for first_removed in ("offload", "gradient_release"):
+            optimizers = released(first_offloads)
+            iterate(*optimizers)
+            getattr(optimizers[0], first_removed).remove()
+            iterate(*optimizers, seed=1)
+            (optimizers[0].offload or optimizers[0].gradient_release).remove()
+            iterate(*optimizers, seed=2)
+            assert_same_bits(*optimizers)
+
+
+def test_offload_that_ends_in_an_iteration_gives_up_its_batch() -> None:
+    optimizers = released()
+    for optimizer in optimizers:
+        torch.autograd.backward(params_of(optimizer)[:3], [torch.ones(40, dtype=F16)] * 3)
+    with pytest.warns(UserWarning, match="3 of 6 parameters had been stepped"):
+        optimizers[0].offload.remove()
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    assert_same_bits(*optimizers)
+    iterate(*optimizers)
+    assert_same_bits(*optimizers)
+
+
+def test_hooks_return_before_the_step_and_free_the_gradient_after_its_copy() -> None:
+    optimizers = released()
+    iterate(*optimizers)
+    transport = transport_of(optimizers[0])
+    before, versions = bits_of(optimizers[0]), [p._version for p in params_of(optimizers[0])]
+    gate, wait = threading.Event(), transport.wait
+    transport.wait = lambda event: gate.wait(60) and wait(event)
+    param, grad = params_of(optimizers[0])[0], torch.ones(40, dtype=F16)
+    alive = weakref.ref(grad)
+    param.grad = grad
+    del grad
+    optimizers[0].gradient_release._on_gradient(param)
+    assert param.grad is None
+    assert alive() is not None
+    assert param._version > versions[0]  # autograd refuses saved tensors from now on
+    assert same_bits(param, before[0]["param"])
+    gate.set()
+    optimizers[0].offload.end_backward()
+    assert alive() is None
+    assert not same_bits(param, before[0]["param"])
+
+
+@pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
+def test_calls_between_backward_and_step_see_what_was_stepped(scaled: bool) -> None:
+    optimizers = cases.pair("AdamW", {"lr": 0.05}, F16, shapes=[(40,)] * 6)
+    offloaded(optimizers[0], chunk_bytes=1)
+    scalers = scalers_of(amp_ext.GradScaler) if scaled else [None, None]
+    for optimizer, scaler in zip(optimizers, scalers, strict=True):
+        release_gradients(optimizer, scaler)
+        for _ in range(2):
+            scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+            give_in_backward(optimizer, scale=scale)
+            optimizer.state_dict()  # waits for the thread
+            assert len(optimizer.state) == 6
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    assert_same_bits(*optimizers)
+
+
+def test_parameters_written_between_iterations_are_noticed_by_hooks() -> None:
+    optimizers = released(master_weights="split")
+    for seed in range(3):
+        iterate(*optimizers, seed=seed)
+        with torch.no_grad():
+            for optimizer in optimizers:
+                params_of(optimizer)[1].clamp_(-0.1, 0.1)
+    assert_same_bits(*optimizers)
+
+
+def test_gradients_of_another_dtype_or_layout_are_released() -> None:
+    optimizers = cases.pair("AdamW", {"lr": 0.05}, BF16, shapes=[(40, 3), (5,)])
+    offloaded(optimizers[0], chunk_bytes=1)
+    release_gradients(optimizers[0])
+    for _ in range(2):
+        for optimizer in optimizers:
+            one, two = params_of(optimizer)
+            one.grad_dtype = F32
+            one.grad = torch.arange(240.0).view(40, 6)[:, ::2] / 240
+            two.grad = torch.ones(5, dtype=BF16).expand(5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(*optimizers)
+
+
+@pytest.mark.parametrize("name", ["copy_down", "copy_up"])
+def test_error_of_a_copy_during_backward_is_raised_once(name: str) -> None:
+    optimizers = released()
+    iterate(*optimizers)
+    saved = through_a_file(optimizers[0].state_dict()), twins(optimizers[0])
+
+    def backward_and_step() -> None:
+        with failing_copies(transport_of(optimizers[0]), name, after=3):
+            give_in_backward(optimizers[0])
+            optimizers[0].step()
+
+    with pytest.raises(torch.OutOfMemoryError, match="the bus is gone"):
+        backward_and_step()
+    if name == "copy_up":
+        with pytest.raises(RuntimeError, match="updating a parameter that could not be copied"):
+            optimizers[0].zero_grad()
+    else:
+        with pytest.warns(UserWarning, match="3 of 6 parameters had been stepped"):
+            optimizers[0].zero_grad()
+    with torch.no_grad():
+        for param, before in zip(params_of(optimizers[0]), saved[1], strict=True):
+            param.copy_(before)
+    optimizers[0].load_state_dict(saved[0])
+    with warnings.catch_warnings(record=True):
+        optimizers[0].zero_grad()
+    iterate(*optimizers, seed=1)
+    assert_same_bits(*optimizers)
+
+
+def test_parameter_written_before_its_copy_is_refused() -> None:
+    optimizers = released()
+    iterate(*optimizers)
+    gate, transport = threading.Event(), transport_of(optimizers[0])
+    wait = transport.wait
+    transport.wait = lambda event: gate.wait(60) and wait(event)
+    param = params_of(optimizers[0])[2]
+    torch.autograd.backward([param], [torch.ones_like(param)])
+    with torch.no_grad():
+        param.clamp_(-0.1, 0.1)
+    gate.set()
+    with pytest.raises(RuntimeError, match="group 0, param 2 was written after its gradient was"):
+        optimizers[0].step()
+
+
+def test_backward_that_is_interrupted_at_any_line_can_be_given_up() -> None:
+    original, _ = released()
+    iterate(original)
+    original.offload.remove()
+    original.gradient_release.remove()
+
+    def make() -> Any:
+        copied = copy.deepcopy(original)
+        offloaded(copied, chunk_bytes=1)
+        release_gradients(copied)
+        return copied
+
+    for made, line in interrupted_at_each_line(make, give_in_backward):
+        with warnings.catch_warnings(record=True):
+            made.zero_grad()
+        made.offload.synchronize()
+        for param in params_of(made):
+            assert same_bits(param, made.offload.host_of(param)), line
+        iterate(made)
 
 
 # Copies, threads and processes.
@@ -1031,6 +1226,16 @@ if child == 0:
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 trained(optimizer)
+print('end')""",
+    "exit-in-backward": """
+import torch
+from amp_ext.optim import release_gradients
+from harness.optimizer_cases import params_of
+release_gradients(optimizer)
+optimizer.zero_grad()
+transport.down.delay = 0.2
+params = params_of(optimizer)
+torch.autograd.backward(params, [torch.ones_like(param) for param in params])
 print('end')""",
 }))  # fmt: skip
 def test_processes_end(rest: str) -> None:

@@ -173,8 +173,17 @@ def test_offloaded_states_take_what_was_calculated(name, dtype, optimizer):
     gradients = [param.grad for param in params]
     assert usage.gpu == allocated([*model.parameters(), *model.buffers(), *gradients])
     assert usage.total == usage.gpu + usage.host
-    with pytest.raises(ValueError, match="released and offloaded can't both be True"):
-        memory.training_memory(64, released=True, offloaded=True)
+
+
+def test_released_gradients_and_offloaded_states_are_independent():
+    for both, released, offloaded in zip(
+        memory.training_memory(Model(), released=True, offloaded=True),
+        memory.training_memory(Model(), released=True),
+        memory.training_memory(Model(), offloaded=True),
+        strict=True,
+    ):
+        assert both.host == offloaded.host
+        assert both.gpu == released.total - released.bytes["masters"] - released.bytes["states"]
 
 
 def parameters_with_groups_and_without() -> nn.ParameterList:
