@@ -26,20 +26,20 @@ class _PlainOptimizer(torch.optim.Optimizer):
     __setstate__ = torch.optim.Optimizer.__setstate__
 
 
-class Adam(optim.Adam, _PlainOptimizer, torch.optim.Adam):
-    """:class:`amp_ext.optim.Adam` that is also an instance of ``torch.optim.Adam``."""
-
-
-class AdamW(optim.AdamW, _PlainOptimizer, torch.optim.AdamW):
-    """:class:`amp_ext.optim.AdamW` that is also an instance of ``torch.optim.AdamW``."""
-
-
-class SGD(optim.SGD, _PlainOptimizer, torch.optim.SGD):
-    """:class:`amp_ext.optim.SGD` that is also an instance of ``torch.optim.SGD``."""
+def _also_of_torch(name: str) -> type:
+    """Returns a subclass of an optimizer of ours that is also an instance of torch's class."""
+    bases = (getattr(optim, name), _PlainOptimizer, getattr(torch.optim, name))
+    return type(name, bases, {"__module__": __name__})
 
 
 _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradScaler}
-_OPTIMIZERS = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD}
+_OPTIMIZERS = {
+    getattr(torch.optim, name): _also_of_torch(name)
+    for name in optim.__all__
+    if hasattr(torch.optim, name)
+}
+# Pickles name the classes.
+globals().update({each.__name__: each for each in _OPTIMIZERS.values()})
 
 # Maps each patched class to the __init__ methods that its patches have replaced: torch's own, then
 # those of earlier patches. All patches are alike, so they may end in any order.
@@ -95,10 +95,10 @@ def patch_torch(*, optimizers: bool = False) -> TorchPatch:
     other subclasses of torch's classes such as ``ShardedGradScaler``, are not affected.
 
     Args:
-        optimizers: Also patches ``torch.optim.Adam``, ``AdamW`` and ``SGD``. Our optimizers keep
-            float32 masters of 16-bit parameters, and refuse whatever :mod:`amp_ext.optim` refuses.
-            A scaler calls their ``step`` also after an overflow. Accelerate counts this as a step,
-            and its schedules advance.
+        optimizers: Also patches the classes of ``torch.optim`` that :mod:`amp_ext.optim` replaces,
+            such as ``AdamW``. Our optimizers keep float32 masters of 16-bit parameters, and refuse
+            whatever :mod:`amp_ext.optim` refuses. A scaler calls their ``step`` also after an
+            overflow. Accelerate counts this as a step, and its schedules advance.
 
     Raises:
         ImportError: If the compiled module can't be loaded; nothing is patched then.
