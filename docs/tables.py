@@ -1,6 +1,7 @@
-"""Writes the tables of docs/optimizers.md from the classes themselves: `python docs/tables.py`.
+"""Writes what pages say of all optimizers from the classes themselves: `python docs/tables.py`.
 
-A test compares the page with them. What a class keeps is read from the states that it makes,
+These are the tables of docs/optimizers.md, and the first sentence of README.md and docs/index.md. A
+test compares the pages with them. What a class keeps is read from the states that it makes,
 options and defaults from its groups, and what they do from its docstring: a new optimizer is in
 every table.
 """
@@ -19,7 +20,8 @@ import torch
 import amp_ext
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-PAGE = Path(__file__).resolve().with_name("optimizers.md")
+DOCS = Path(__file__).resolve().parent
+PAGES = [DOCS / "optimizers.md", DOCS / "index.md", DOCS.parent / "README.md"]
 SIZE = 64  # elements of a parameter whose states are weighed; a counter is less
 
 Kind = type[FusedOptimizer]
@@ -176,12 +178,17 @@ TABLES = {
     "own_options": lambda: options(of_torch=False),
 }
 PLACE = re.compile(r"(?<=^<!-- table: )(\w+) -->\n\n(?:\|.*\n)*", re.MULTILINE)
+SENTENCE = re.compile(r"(?<=a gradient scaler and fused ).*?(?=, in C\+\+ and CUDA)", re.DOTALL)
 
 
 def with_tables(page: str) -> str:
-    """Returns a page with the table of each comment behind it, in place of the one there."""
+    """Returns a page with new tables behind their comments, and all optimizers in its sentence."""
+    kinds = sorted(optimizers(), key=lambda kind: (class_of_torch(kind) is None, kind.__name__))
+    names = [kind.__name__ for kind in kinds]
+    page = SENTENCE.sub(f"{', '.join(names[:-1])} and {names[-1]}", page)
     return PLACE.sub(lambda found: f"{found[1]} -->\n\n{TABLES[found[1]]()}", page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for each in PAGES:
+        each.write_text(with_tables(each.read_text()))

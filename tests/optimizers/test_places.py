@@ -55,7 +55,6 @@ PLACES = [
         r'^        \("\S+", "{name}", ',
         '("{key}", "{name}", {{}}), to OPTIMIZERS',
     ),
-    ("README.md", r"and fused [^.]*\b{name}\b", "{name}, to the first sentence"),
     ("CHANGELOG.md", r"`{name}`", "- `{name}`, which ..., under Added"),
 ]
 
