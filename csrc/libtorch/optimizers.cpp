@@ -1,9 +1,9 @@
-// The optimizer classes of the C++ interface: their descriptions, options and constructors.
+// The optimizer classes of the C++ interface: their descriptions and constructors.
 #include <amp_ext/optim.h>
 #include <c10/util/Exception.h>
 
 #include <memory>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,72 +24,38 @@ Groups one_group(std::vector<at::Tensor> params) {
 
 // Describes the optimizer `Class`, whose name in Python is `name`.
 template <typename Class, typename Options, typename Hyperparameters>
-OptimizerClass class_named(const char* name) {
-  OptimizerClass optimizer_class{description_of<Hyperparameters>()};
-  optimizer_class.type = &typeid(Class);
-  optimizer_class.name = optimizer_class.base_class = name;
-  optimizer_class.make_options = []() -> std::unique_ptr<FusedOptions> {
-    return std::make_unique<Options>();
-  };
-  const auto places = optimizer_class.make_options()->options();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const std::string described = optimizer_class.options[i].name;
-    TORCH_CHECK(places[i].name == described, name, ": options() of optim.h must have ", described,
-                " at index ", i, ", as optimizer_description.cpp, got ", places[i].name);
-  }
-  return optimizer_class;
-}
-
-const OptimizerClass& adam_class() {
-  static const auto optimizer_class = class_named<Adam, AdamOptions, AdamHyperparameters>("Adam");
-  return optimizer_class;
-}
-
-const OptimizerClass& adamw_class() {
-  static const OptimizerClass optimizer_class = [] {
-    auto adamw = class_named<AdamW, AdamWOptions, AdamHyperparameters>("AdamW");
-    adamw.base_class = "Adam";
-    adamw.fixed_option = "decoupled_weight_decay";
-    return adamw;
+const OptimizerClass& class_named(const char* name) {
+  static const OptimizerClass optimizer_class = [&] {
+    OptimizerClass made{description_of<Hyperparameters>()};
+    made.type = &typeid(Class);
+    made.name = made.base_class = name;
+    if (std::is_same_v<Class, AdamW>) {
+      made.base_class = "Adam";
+      made.fixed_option = "decoupled_weight_decay";
+    }
+    made.make_options = []() -> std::unique_ptr<FusedOptions> {
+      return std::make_unique<Options>();
+    };
+    const auto places = made.make_options()->options();
+    for (size_t i = 0; i < places.size(); ++i) {
+      const std::string described = made.options[i].name;
+      TORCH_CHECK(places[i].name == described, name, ": options() of optim.h must have ", described,
+                  " at index ", i, ", as optimizer_description.cpp, got ", places[i].name);
+    }
+    return made;
   }();
-  return optimizer_class;
-}
-
-const OptimizerClass& sgd_class() {
-  static const auto optimizer_class = class_named<SGD, SGDOptions, SgdHyperparameters>("SGD");
-  return optimizer_class;
-}
-
-const OptimizerClass& lion_class() {
-  static const auto optimizer_class = class_named<Lion, LionOptions, LionHyperparameters>("Lion");
   return optimizer_class;
 }
 
 }  // namespace
 
-std::vector<FusedOptions::Option> SGDOptions::options() {
-  auto all = FusedOptions::options();
-  all.insert(all.end(),
-             {{"momentum", &momentum_}, {"dampening", &dampening_}, {"nesterov", &nesterov_}});
-  return all;
-}
-
-std::vector<FusedOptions::Option> LionOptions::options() {
-  auto all = FusedOptions::options();
-  all.push_back({"betas", places_of(betas_)});
-  return all;
-}
-
-#define AMP_EXT_CONSTRUCTORS(Name, optimizer_class)                             \
-  Name::Name(const Groups& param_groups, Name##Options defaults)                \
-      : FusedOptimizer(optimizer_class(), param_groups,                         \
-                       std::make_unique<Name##Options>(std::move(defaults))) {} \
-  Name::Name(std::vector<at::Tensor> params, Name##Options defaults)            \
+#define AMP_EXT_CONSTRUCTORS(Name, Formula)                                                   \
+  Name::Name(const Groups& param_groups, Name##Options defaults)                              \
+      : FusedOptimizer(class_named<Name, Name##Options, Formula##Hyperparameters>(#Name),     \
+                       param_groups, std::make_unique<Name##Options>(std::move(defaults))) {} \
+  Name::Name(std::vector<at::Tensor> params, Name##Options defaults)                          \
       : Name(one_group(std::move(params)), std::move(defaults)) {}
-AMP_EXT_CONSTRUCTORS(Adam, adam_class)
-AMP_EXT_CONSTRUCTORS(AdamW, adamw_class)
-AMP_EXT_CONSTRUCTORS(SGD, sgd_class)
-AMP_EXT_CONSTRUCTORS(Lion, lion_class)
+AMP_EXT_FOR_EACH_OPTIMIZER_CLASS(AMP_EXT_CONSTRUCTORS)
 #undef AMP_EXT_CONSTRUCTORS
 
 }  // namespace amp_ext::optim

@@ -22,13 +22,8 @@ PLACES = [
     ("amp_ext/memory/__init__.py", r'"{key}": \(', '"{key}": ("q8m",), to _STATES'),
     (
         "amp_ext/include/amp_ext/optim.h",
-        r"^AMP_EXT_OPTIMIZER\({name}\)",
-        "AMP_EXT_OPTIMIZER({name})",
-    ),
-    (
-        "csrc/libtorch/optimizers.cpp",
-        r"^AMP_EXT_CONSTRUCTORS\({name},",
-        "AMP_EXT_CONSTRUCTORS({name}, {key}_class)",
+        r"X\({name}, ",
+        "X({name}, {name}), to AMP_EXT_FOR_EACH_OPTIMIZER_CLASS",
     ),
     (
         "tests/harness/list_operations.py",

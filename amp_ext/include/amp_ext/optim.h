@@ -205,7 +205,12 @@ class AMP_EXT_API SGDOptions : public OptionsOf<SGDOptions> {
   // If true, weight decay shrinks parameters instead of being added to gradients.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
 
-  std::vector<Option> options() override;
+  std::vector<Option> options() override {
+    auto all = FusedOptions::options();
+    all.insert(all.end(),
+               {{"momentum", &momentum_}, {"dampening", &dampening_}, {"nesterov", &nesterov_}});
+    return all;
+  }
 
  protected:
   double momentum_ = 0.0;
@@ -231,7 +236,11 @@ class AMP_EXT_API LionOptions : public OptionsOf<LionOptions> {
   // If false, weight decay is added to gradients instead of shrinking parameters.
   AMP_EXT_OPTION(bool, decoupled_weight_decay)
 
-  std::vector<Option> options() override;
+  std::vector<Option> options() override {
+    auto all = FusedOptions::options();
+    all.push_back({"betas", places_of(betas_)});
+    return all;
+  }
 
  protected:
   Betas betas_ = {0.9, 0.99};
@@ -396,8 +405,17 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   std::shared_ptr<Impl> impl_;  // null after a move
 };
 
+// Calls X(class, hyperparameters) for each optimizer class. Adam: Kingma and Ba, "Adam: A Method
+// for Stochastic Optimization", 2015. AdamW, Adam with decoupled weight decay: Loshchilov and
+// Hutter, "Decoupled Weight Decay Regularization", 2019. SGD, plain or with (Nesterov) momentum:
+// Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep
+// learning", 2013. Lion, which steps by the sign of an average: Chen et al., "Symbolic Discovery of
+// Optimization Algorithms", 2023, algorithm 2. Compared with AdamW, Lion's `lr` is 3 to 10 times
+// smaller and its `weight_decay` is larger by the same factor.
+#define AMP_EXT_FOR_EACH_OPTIMIZER_CLASS(X) X(Adam, Adam) X(AdamW, Adam) X(SGD, Sgd) X(Lion, Lion)
+
 // Declares the class of one optimizer, with the constructors of torch's optimizers.
-#define AMP_EXT_OPTIMIZER(Name)                                                       \
+#define AMP_EXT_OPTIMIZER(Name, Formula)                                              \
   class AMP_EXT_API Name : public FusedOptimizer {                                    \
    public:                                                                            \
     explicit Name(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, \
@@ -405,18 +423,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
     explicit Name(std::vector<at::Tensor> params, Name##Options defaults = {});       \
   };
 
-// Adam: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
-AMP_EXT_OPTIMIZER(Adam)
-// Adam with decoupled weight decay: Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
-// 2019.
-AMP_EXT_OPTIMIZER(AdamW)
-// SGD, plain or with (Nesterov) momentum: Sutskever, Martens, Dahl and Hinton, "On the importance
-// of initialization and momentum in deep learning", 2013.
-AMP_EXT_OPTIMIZER(SGD)
-// Lion, which steps by the sign of an average: Chen et al., "Symbolic Discovery of Optimization
-// Algorithms", 2023, algorithm 2. Compared with AdamW, `lr` is 3 to 10 times smaller and
-// `weight_decay` is larger by the same factor.
-AMP_EXT_OPTIMIZER(Lion)
+AMP_EXT_FOR_EACH_OPTIMIZER_CLASS(AMP_EXT_OPTIMIZER)
 
 #undef AMP_EXT_OPTIMIZER
 

@@ -91,7 +91,7 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dict& scena
     options.erase("params");
     groups.emplace_back(own, options);
   }
-#define AMP_EXT_MAKE(Name)                                                                    \
+#define AMP_EXT_MAKE(Name, Formula)                                                           \
   if (name == #Name) {                                                                        \
     using namespace amp_ext::optim;                                                           \
     std::vector<torch::optim::OptimizerParamGroup> made;                                      \
@@ -102,7 +102,7 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const Dict& scena
     const auto options = options_from<Name##Options>(scenario.at("options").toGenericDict()); \
     return std::make_unique<Name>(made, options);                                             \
   }
-  AMP_EXT_MAKE_EACH
+  AMP_EXT_FOR_EACH_OPTIMIZER_CLASS(AMP_EXT_MAKE)
 #undef AMP_EXT_MAKE
   TORCH_CHECK(false, "optim.h must have ", name);
 }
