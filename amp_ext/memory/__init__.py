@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from amp_ext import ops
+from amp_ext import ops, optim
 from amp_ext.optim.options import CODED_STATES
 from amp_ext.sharding import is_over_rows
 
@@ -32,12 +32,9 @@ __all__ = [
 # Maps each optimizer to the 8-bit formats of its states, "" for none. Formats "q8m" and "q8s" share
 # an exponent per block, "q8h" has no exponents.
 _STATES: dict[str, tuple[str, ...]] = {
-    "adamw": ("q8h", "q8s"),
-    "adam": ("q8h", "q8s"),
-    "amsgrad": ("", "", ""),
-    "lion": ("q8m",),
-    "sgd": (),
-    "momentum": ("q8m",),
+    name: formats
+    for exported in optim.__all__
+    for name, formats in getattr(getattr(optim, exported), "_state_formats", {}).items()
 }
 
 #: Maps each optimizer to its number of states of the parameter's size.

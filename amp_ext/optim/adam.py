@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Adam(FusedOptimizer):
     """
 
     _hyperparameters_class = "AdamHyperparameters"
+    _state_formats: ClassVar = {"adam": ("q8h", "q8s"), "amsgrad": ("", "", "")}
 
     def __init__(
         self,
@@ -124,6 +125,8 @@ class AdamW(Adam):
     Reference:
         Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
+
+    _state_formats: ClassVar = {"adamw": ("q8h", "q8s")}
 
     def __init__(
         self,

@@ -115,6 +115,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Name of the description in the compiled module.
     _hyperparameters_class: ClassVar[str]
+    # Maps the names that amp_ext.memory has for the optimizer to the 8-bit formats of its states.
+    _state_formats: ClassVar[dict[str, tuple[str, ...]]]
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False

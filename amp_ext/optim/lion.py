@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Lion(FusedOptimizer):
     """
 
     _hyperparameters_class = "LionHyperparameters"
+    _state_formats: ClassVar = {"lion": ("q8m",)}
 
     def __init__(
         self,

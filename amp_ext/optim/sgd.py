@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class SGD(FusedOptimizer):
     """
 
     _hyperparameters_class = "SgdHyperparameters"
+    _state_formats: ClassVar = {"sgd": (), "momentum": ("q8m",)}
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ PLACES = [
         "@step_operation, def {operation}(params, grads, ...)",
     ),
     ("amp_ext/ops.py", r'^    "{operation}",$', '"{operation}", to __all__'),
-    ("amp_ext/memory/__init__.py", r'"{key}": \(', '"{key}": ("q8m",), to _STATES'),
     (
         "amp_ext/include/amp_ext/optim.h",
         r"X\({name}, ",
