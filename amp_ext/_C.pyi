@@ -19,6 +19,7 @@ class BufferDescription:
     role: str
     dither_stride: int  # Weyl stride, see csrc/elements/dither.h; 0: the buffer is never dithered
     code: str  # name of its 8-bit format, such as "q8h"; empty if it has none
+    option: str | None  # option that a group must set to have the buffer; None: every group has it
 
 class OptimizerDescription:
     operation: str  # name of the operation over lists, such as "adam_"

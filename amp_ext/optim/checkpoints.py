@@ -239,13 +239,13 @@ def _without_unused_moments(
 
 def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has all required options, and nothing that would change steps."""
-    described, own = optimizer.description, optimizer.param_groups
+    own = optimizer.param_groups
     own_keys = {key for group in own for key in group if isinstance(key, str)}
     ops.check_saved_groups(
         operation_of(optimizer),
         type(optimizer).__name__,
-        [*optimizer.defaults, *own_keys, *(buffer.name for buffer in described.buffers)],
-        [each.name for each in described.options if each.on_load == "required"],
+        optimizer.description,
+        [*optimizer.defaults, *own_keys],
         [bool(group["decoupled_weight_decay"]) for group in own],
         [dict(group) for group in state_dict["param_groups"]],
         [dict(state) for state in state_dict["state"].values() if isinstance(state, Mapping)],

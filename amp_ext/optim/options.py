@@ -49,7 +49,7 @@ def check_defaults(description: Any, defaults: Options, where: str) -> None:
     Where torch checks the range of an option too, the error is torch's.
     """
     _check_types(description, defaults, where)
-    if defaults["fused"] and defaults["foreach"]:
+    if defaults.get("fused") and defaults["foreach"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     tuples = {
         each.name: defaults[each.name] for each in description.options if each.type == "numbers"
@@ -80,7 +80,7 @@ def check_group(description: Any, group: Options, where: str) -> None:
     Raises:
         TypeError: If an option is of a wrong type.
         ValueError: If an option is missing (torch raises a KeyError), or has an invalid value.
-        RuntimeError: If ``differentiable`` is true.
+        RuntimeError: If a flag that must be False is true, such as ``differentiable``.
     """
     for option in description.options:
         if option.is_read and option.name not in group:
@@ -107,11 +107,12 @@ def _check_values(description: Any, options: Options, where: str) -> None:
     # A name instead of a dtype, which distributed checkpoints can't store.
     if isinstance(options["state_dtype"], torch.dtype):
         options["state_dtype"] = str(options["state_dtype"]).removeprefix("torch.")
-    if options.get("differentiable"):
-        raise RuntimeError(
-            f"{where % 'differentiable'} must be False, got True. Use an optimizer of torch.optim "
-            "for differentiable steps."
-        )
+    for option in description.options:
+        if option.type == "refused flag" and options.get(option.name):
+            raise RuntimeError(
+                f"{where % option.name} must be False, got True. Use an optimizer of torch.optim "
+                f"for {option.name} steps."
+            )
 
 
 def defaults_of(kind: type) -> Options:
@@ -189,6 +190,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "limit": lambda value: value is None or is_number(value),
     "flag": _is_flag,
     "flag or none": _is_flag,
+    "refused flag": _is_flag,
     "masters": lambda value: _is_flag(value) or isinstance(value, str),
     "states": lambda value: True,
     "rounding": lambda value: value is None or isinstance(value, str),

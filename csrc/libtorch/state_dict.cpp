@@ -122,23 +122,12 @@ SavedGroup saved_group(const Dict& group) {
   saved.keys = keys_of(group);
   saved.shown_keys = shown_keys(group);
   saved.has_step = find(group, "step").has_value();
-  for (const char* const name : kSavedFlags) {
+  for (const std::string& name : saved_flags()) {
     const auto value = find(group, name);
     if (!value.has_value()) continue;
     saved.flags[name] = {plain_number(*value).value_or(1.0) != 0.0, shown(*value)};
   }
   return saved;
-}
-
-Loader loader_of(const OptimizerClass& optimizer_class, const std::string& operation) {
-  Loader loader = {operation, optimizer_class.name, {}, {}, {}};
-  for (const BufferDescription& buffer : optimizer_class.buffers)
-    loader.own_keys.emplace_back(buffer.name);
-  for (const OptionDescription& option : optimizer_class.options) {
-    loader.own_keys.emplace_back(option.name);
-    if (option.on_load == OnLoad::kRequired) loader.required.emplace_back(option.name);
-  }
-  return loader;
 }
 
 // Returns a copy of a state without the buffers that belong to other optimizers and contain only
@@ -333,7 +322,7 @@ struct FusedOptimizer::Load {
       state_keys.insert(state_keys.end(), keys.begin(), keys.end());
     }
     std::vector<size_t> own_lengths, lengths;
-    Loader loader = loader_of(optimizer_class, operation);
+    Loader loader = {operation, optimizer_class.name, &optimizer_class, {}, {}};
     for (size_t i = 0; i < optimizer.param_groups_.size(); ++i) {
       own_lengths.push_back(optimizer.param_groups_[i].params().size());
       const auto options = optimizer.checked_options(i).clone();

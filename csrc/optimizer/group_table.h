@@ -20,7 +20,6 @@ namespace amp_ext {
 
 // Parts that the states of a group need, derived from its hyperparameters.
 struct StateRequirements {
-  bool buffers;
   bool step;    // a step counter, because the formula depends on it (bias correction)
   bool dither;  // a step counter, because the dither of low-precision values depends on it
 
@@ -62,8 +61,7 @@ struct AMP_EXT_API GroupTable {
                      {}};
     for (size_t i = 0; i < groups.size(); ++i) {
       Hyperparameters& one = (*all)[i];
-      const StateRequirements requirements{one.needs_buffers(), one.why_step() != nullptr,
-                                           one.dither};
+      const StateRequirements requirements{one.why_step() != nullptr, one.dither};
       table.groups.push_back(
           {&one, groups[i].lr_tensor, dithered_numbers(one), requirements, nan_in(one)});
     }

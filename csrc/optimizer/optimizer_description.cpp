@@ -47,7 +47,8 @@ constexpr TypeWords kWords[] = {
     {"states", "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None"},
     {"rounding", "'dither', 'nearest' or None"},
     {"flag", "True or False"},
-    {"flag or none", "True, False or None"}};
+    {"flag or none", "True, False or None"},
+    {"refused flag", "True or False"}};
 
 const TypeWords& words_of(OptionType type) { return kWords[static_cast<size_t>(type)]; }
 
@@ -134,8 +135,7 @@ OptimizerDescription described(OnLoad missing, OnLoad decoupled_weight_decay,
   description.options.insert(description.options.end(), own.begin(), own.end());
   description.options.insert(description.options.end(),
                              {{"foreach", OptionType::kUnusedOrNone, missing},
-                              {"fused", OptionType::kUnusedOrNone, missing},
-                              {"differentiable", OptionType::kUnused, missing}});
+                              {"differentiable", OptionType::kRefused, missing}});
   for (size_t i = 0; i < description.options.size(); ++i) description.options[i].index = i;
   description.buffers.assign(std::begin(Hyperparameters::kBuffers),
                              std::end(Hyperparameters::kBuffers));
@@ -157,7 +157,8 @@ const OptimizerDescription& description_of<AdamHyperparameters>() {
        {"eps", OptionType::kNumber, OnLoad::kRequired, "Invalid epsilon value: "},
        {"amsgrad", OptionType::kFlag, OnLoad::kOffIfMissing},
        {"denominator_floor", OptionType::kNumberFrom0, OnLoad::kKept},
-       {"capturable", OptionType::kUnused, OnLoad::kOffIfMissing}});
+       {"capturable", OptionType::kUnused, OnLoad::kOffIfMissing},
+       {"fused", OptionType::kUnusedOrNone, OnLoad::kOffIfMissing}});
   return description;
 }
 
@@ -168,7 +169,8 @@ const OptimizerDescription& description_of<SgdHyperparameters>() {
         OnLoad::kOffIfMissing, OnLoad::kKeptIfMissing,
         {{"momentum", OptionType::kNumber, OnLoad::kRequired, "Invalid momentum value: "},
          {"dampening", OptionType::kNumber, OnLoad::kRequired},
-         {"nesterov", OptionType::kFlag, OnLoad::kOffIfMissing}},
+         {"nesterov", OptionType::kFlag, OnLoad::kOffIfMissing},
+         {"fused", OptionType::kUnusedOrNone, OnLoad::kOffIfMissing}},
         [](const GroupOptions& options) {
           const bool is_nesterov = options.is_set("nesterov");
           const bool can = options.is_set("momentum") && !options.is_set("dampening");
@@ -184,48 +186,51 @@ const OptimizerDescription& description_of<SgdHyperparameters>() {
 template <>
 const OptimizerDescription& description_of<LionHyperparameters>() {
   static const OptimizerDescription description = described<LionHyperparameters>(
-      OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing, {betas<LionHyperparameters>()});
+      OnLoad::kKeptIfMissing, OnLoad::kKeptIfMissing,
+      {betas<LionHyperparameters>(), {"fused", OptionType::kUnusedOrNone, OnLoad::kKeptIfMissing}});
   return description;
 }
 
 namespace {
 
-// Calls `add` with the description of each optimizer; returns the added names without duplicates.
-template <typename Add>
-std::vector<std::string> names_in_all_descriptions(const Add& add) {
-  std::vector<std::string> all, names;
-#define AMP_EXT_ADD(Functor) add(description_of<Functor##Hyperparameters>(), all);
+void add_once(const char* name, std::vector<std::string>& names) {
+  if (std::find(names.begin(), names.end(), name) == names.end()) names.emplace_back(name);
+}
+
+// Returns the names of the options of all our optimizers for which `is_wanted` returns true.
+template <typename IsWanted>
+std::vector<std::string> names_of_options(const IsWanted& is_wanted) {
+  std::vector<std::string> names;
+#define AMP_EXT_ADD(Functor)                                                               \
+  for (const OptionDescription& each : description_of<Functor##Hyperparameters>().options) \
+    if (is_wanted(each)) add_once(each.name, names);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_ADD)
 #undef AMP_EXT_ADD
-  for (const std::string& name : all) {
-    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
-  }
   return names;
 }
 
 }  // namespace
 
 std::vector<std::string> configured_options() {
-  return names_in_all_descriptions(
-      [](const OptimizerDescription& description, std::vector<std::string>& names) {
-        for (const OptionDescription& option : description.options) {
-          if (option.on_load == OnLoad::kKept) names.emplace_back(option.name);
-        }
-      });
+  return names_of_options([](const auto& option) { return option.on_load == OnLoad::kKept; });
 }
 
 std::vector<std::string> names_of_all_options() {
-  return names_in_all_descriptions(
-      [](const OptimizerDescription& description, std::vector<std::string>& names) {
-        for (const OptionDescription& option : description.options) names.emplace_back(option.name);
-      });
+  return names_of_options([](const auto& /*option*/) { return true; });
+}
+
+std::vector<std::string> names_of_refused_flags() {
+  return names_of_options([](const auto& option) { return option.type == OptionType::kRefused; });
 }
 
 std::vector<std::string> names_of_all_buffers() {
-  return names_in_all_descriptions(
-      [](const OptimizerDescription& description, std::vector<std::string>& names) {
-        for (const BufferDescription& buffer : description.buffers) names.emplace_back(buffer.name);
-      });
+  std::vector<std::string> names;
+#define AMP_EXT_ADD(Functor)                                               \
+  for (const BufferDescription& each : Functor##Hyperparameters::kBuffers) \
+    add_once(each.name, names);
+  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_ADD)
+#undef AMP_EXT_ADD
+  return names;
 }
 
 const OptionDescription& OptimizerDescription::option(const char* name) const {
@@ -292,7 +297,7 @@ void check_group(const GroupOptions& options) {
   const OptionDescription& state_dtype = description.option("state_dtype");
   const MasterWeights masters = options.master_weights();
   const auto* const form = std::get_if<std::string>(&masters.value());
-  const int count = buffer_count(options, description.requirements(options));
+  const int count = buffer_count(options);
   if (options.state_dtype().is_coded()) {
     const bool keeps_maximum =
         count > 0 && description.buffers[count - 1].role == BufferRole::kMaximum;
@@ -346,12 +351,11 @@ bool may_dither(const GroupOptions& options) {
   return may_dither(options.master_weights(), options.state_dtype(), options.rounding());
 }
 
-int buffer_count(const GroupOptions& options, const StateRequirements& requirements) {
-  if (!requirements.buffers) return 0;
-  const OptimizerDescription& description = options.description();
-  const bool may_lack_last = description.buffers.back().role == BufferRole::kMaximum;
-  const auto count = static_cast<int>(description.buffers.size());
-  return may_lack_last && !options.is_set("amsgrad") ? count - 1 : count;
+int buffer_count(const GroupOptions& options) {
+  const std::vector<BufferDescription>& buffers = options.description().buffers;
+  const char* const option = buffers.back().option;
+  const auto count = static_cast<int>(buffers.size());
+  return option != nullptr && !options.is_set(option) ? count - 1 : count;
 }
 
 }  // namespace amp_ext::optim

@@ -28,6 +28,7 @@ enum class OptionType {  // options of the types up to kLimit hold one number
   kRounding,      // "dither", "nearest" or None
   kUnused,        // a flag of torch's optimizers that our steps ignore
   kUnusedOrNone,  // a flag or None of torch's optimizers that our steps ignore
+  kRefused,       // a flag of torch's optimizers that must be false
 };
 
 // How load_state_dict sets an option.
@@ -49,7 +50,7 @@ struct OptionDescription {
   std::vector<const char*> fields = {};
   size_t index = 0;  // position among the options of the optimizer
 
-  bool is_read() const { return type != OptionType::kUnused && type != OptionType::kUnusedOrNone; }
+  bool is_read() const { return type < OptionType::kUnused; }
 };
 
 // Return the names that Python shows: "learning rate", "kept if missing".
@@ -128,6 +129,9 @@ AMP_EXT_API std::vector<std::string> names_of_all_options();
 // Returns the names of the buffers of all our optimizers.
 AMP_EXT_API std::vector<std::string> names_of_all_buffers();
 
+// Returns the names of the flags that our optimizers refuse, such as "differentiable".
+AMP_EXT_API std::vector<std::string> names_of_refused_flags();
+
 // Throws torch's error if torch would refuse these defaults. Groups are not checked in this way.
 AMP_EXT_API void check_as_torch(const GroupOptions& options);
 
@@ -153,9 +157,8 @@ AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDTyp
                             const std::optional<std::string>& rounding);
 AMP_EXT_API bool may_dither(const GroupOptions& options);
 
-// Returns how many buffers of the formula a group uses. AMSGrad's maximum comes last, because only
-// AMSGrad uses it.
-AMP_EXT_API int buffer_count(const GroupOptions& options, const StateRequirements& requirements);
+// Returns how many buffers of the formula a group uses, depending on the option of the last buffer.
+AMP_EXT_API int buffer_count(const GroupOptions& options);
 
 // Fills the hyperparameters of a step with the options of a group.
 template <typename Hyperparameters>

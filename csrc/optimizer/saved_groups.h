@@ -3,13 +3,14 @@
 
 #include <amp_ext/export.h>
 
-#include <array>
 #include <cstddef>
 #include <map>
 #include <string>
 #include <vector>
 
 namespace amp_ext::optim {
+
+struct OptimizerDescription;
 
 using Keys = std::vector<std::string>;
 
@@ -22,7 +23,7 @@ struct AMP_EXT_API SavedGroup {
 
   Keys keys;                          // the keys that are strings
   std::string shown_keys;             // all keys, as errors print them
-  std::map<std::string, Flag> flags;  // entries whose keys are in kSavedFlags
+  std::map<std::string, Flag> flags;  // entries whose keys are in saved_flags()
   bool has_step = false;              // whether there is an entry "step"
 
   // True if "step" counts the steps of all states of the group, as in files of FusedAdam (apex,
@@ -30,17 +31,17 @@ struct AMP_EXT_API SavedGroup {
   bool counts_for_states() const;
 };
 
-// Flags in groups of other libraries that change the formula of their optimizers. `correct_bias`
-// belongs to transformers, `fixed_decay` and `weight_decouple` to pytorch_optimizer.
-inline constexpr std::array<const char*, 5> kSavedFlags = {
-    "bias_correction", "correct_bias", "differentiable", "fixed_decay", "weight_decouple"};
+// Returns the names of flags that change the formula of other optimizers: flags of torch that ours
+// refuse, `bias_correction` of FusedAdam, `correct_bias` of transformers, and `fixed_decay` and
+// `weight_decouple` of pytorch_optimizer.
+AMP_EXT_API const Keys& saved_flags();
 
 // The optimizer that is to load a state dict.
 struct AMP_EXT_API Loader {
-  std::string operation;        // "AdamW.load_state_dict"
-  std::string name;             // "AdamW"
-  Keys own_keys;                // names of its options and buffers, and all keys of its groups
-  Keys required;                // options that each group of the file must have
+  std::string operation;  // "AdamW.load_state_dict"
+  std::string name;       // "AdamW"
+  const OptimizerDescription* description;
+  Keys own_keys;                // keys of its groups
   std::vector<bool> decouples;  // value of decoupled_weight_decay in each group
 };
 

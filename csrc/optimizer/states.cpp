@@ -26,18 +26,18 @@ Moments moments_in(const StateSpec& spec, const StateMap& state) {
   return moments;
 }
 
-// Throws if only a part of a state exists: new moments of 0 would not fit an old step count. An
-// AMSGrad maximum may be missing, because a training loop may switch AMSGrad on.
+// Throws if only a part of a state exists: new moments of 0 would not fit an old step count. The
+// buffer of an option may be missing, because a training loop may switch the option on.
 void check_nothing_is_missing(const StateSpec& spec, const ParamRef& param, const StateMap& state) {
   const bool has_step = spec.keeps_step && tensor_under(state, "step").defined();
   if (!has_step && moments_in(spec, state).empty()) return;
   std::vector<std::string> keys;
   for (const auto& entry : state) keys.push_back(entry.first);
   for (const std::string& key : spec.missing_from(keys_in(state))) {
-    const auto is_maximum = [&](const BufferDescription& buffer) {
-      return buffer.role == BufferRole::kMaximum && key == buffer.name;
+    const auto is_optional = [&](const BufferDescription& buffer) {
+      return buffer.option != nullptr && key == buffer.name;
     };
-    TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_maximum),
+    TORCH_CHECK_VALUE(std::any_of(spec.buffers.begin(), spec.buffers.end(), is_optional),
                       spec.optimizer, ": ", key, " of ", param.place(), " must be present, got ",
                       python_list(keys));
   }
@@ -138,7 +138,7 @@ StateSpec state_spec_of(std::string optimizer, const GroupOptions& options,
   const bool needs_buffers = !options.description().counts_from_buffer;
   return {std::move(optimizer),
           options.description().buffers,
-          buffer_count(options, requirements),
+          buffer_count(options),
           requirements.counted_steps(),
           needs_buffers,
           needs_buffers && requirements.step,

@@ -136,7 +136,8 @@ void define_descriptions(py::module_& module) {
                              [](const BufferDescription& self) { return name_of(self.role); })
       .def_readonly("dither_stride", &BufferDescription::dither_stride)
       .def_property_readonly(
-          "code", [](const BufferDescription& self) { return optim::name_of(self.code); });
+          "code", [](const BufferDescription& self) { return optim::name_of(self.code); })
+      .def_readonly("option", &BufferDescription::option);
   using Description = BoundDescription;
   py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
       .def_readonly("operation", &Description::operation)

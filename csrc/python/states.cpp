@@ -14,6 +14,7 @@
 
 #include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
+#include "python/group_options.h"
 #include "python/module.h"
 #include "python/state_snapshot.h"
 
@@ -102,16 +103,17 @@ optim::SavedGroup saved_group(const py::dict& group) {
   saved.keys = texts_in(group);
   saved.shown_keys = py::repr(py::list(group));
   saved.has_step = group.contains("step");
-  for (const char* const name : optim::kSavedFlags) {
-    if (!group.contains(name)) continue;
-    const py::object value = group[name];
+  for (const std::string& name : optim::saved_flags()) {
+    const py::str key(name);
+    if (!group.contains(key)) continue;
+    const py::object value = group[key];
     saved.flags[name] = {PyObject_IsTrue(value.ptr()) == 1, py::str(value)};
   }
   return saved;
 }
 
-void check_saved_groups(std::string operation, std::string name, optim::Keys own_keys,
-                        optim::Keys required, std::vector<bool> decouples,
+void check_saved_groups(std::string operation, std::string name, const BoundDescription& bound,
+                        optim::Keys own_keys, std::vector<bool> decouples,
                         const std::vector<py::dict>& groups, const std::vector<py::dict>& states) {
   std::vector<optim::SavedGroup> saved;
   for (const py::dict& group : groups) saved.push_back(saved_group(group));
@@ -119,8 +121,8 @@ void check_saved_groups(std::string operation, std::string name, optim::Keys own
   for (const py::dict& state : states) {
     for (std::string& key : texts_in(state)) state_keys.push_back(std::move(key));
   }
-  const optim::Loader loader = {std::move(operation), std::move(name), std::move(own_keys),
-                                std::move(required), std::move(decouples)};
+  const optim::Loader loader = {std::move(operation), std::move(name), &bound.description,
+                                std::move(own_keys), std::move(decouples)};
   optim::check_saved_groups(loader, saved, state_keys);
 }
 
@@ -129,7 +131,7 @@ void check_saved_groups(std::string operation, std::string name, optim::Keys own
 void define_states(py::module_& module) {
   module.attr("MASTER_KEYS") = py::tuple(py::cast(optim::kMasterKeys));
   module.def("check_saved_groups", &check_saved_groups, py::arg("operation"), py::arg("name"),
-             py::arg("own_keys"), py::arg("required"), py::arg("decouples"), py::arg("groups"),
+             py::arg("description"), py::arg("own_keys"), py::arg("decouples"), py::arg("groups"),
              py::arg("states"));
   module.def("check_lengths", &optim::check_lengths, py::arg("own"), py::arg("saved"));
   module.def(

@@ -133,7 +133,7 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
 @each_dtype_in_each_way
 def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     (model, optimizer), (_, plain) = (make(name, dtype, **options) for _ in range(2))
-    counters = 3 if cases.KINDS[name].counts_steps(options) else 0
+    counters = 3 if cases.counts_steps(name, options) else 0
     for param, twin in zip(params_of(optimizer), params_of(plain), strict=True):
         twin.data.copy_(param.data)
     optimizer.init_state()

@@ -7,6 +7,7 @@ A new optimizer needs its formula in ``reference.py``, an entry in ``OPERATIONS`
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.ops import OptimizerType
+from harness import reference
 from harness.edge_shapes import BF16, F32, F64, INF, NAN, Dtypes
 from harness.number_codes import counter_of
-from harness.reference import adam, assert_close, clipped, lion, same_bits, sgd, tolerance
+from harness.reference import assert_close, clipped, same_bits, tolerance
 from harness.rows import rows
 
 Options = dict[str, Any]
@@ -29,6 +31,18 @@ One = dict[str, Tensor]  # of each list the tensor of one parameter
 DESCRIBED = [each for each in vars(ops._C).values() if isinstance(each, ops.OptimizerDescription)]
 # The buffers of an operation by the names of their lists.
 BUFFERS = {one.operation: {f"{each.name}s": each for each in one.buffers} for one in DESCRIBED}
+# The operation, the list and the hyperparameter of each buffer that only a hyperparameter gives.
+OF_OPTIONS = [
+    (one.operation, f"{each.name}s", each.option)
+    for one in DESCRIBED
+    for each in one.buffers
+    if each.option in one.fields
+]
+# The hyperparameters that give an operation all its buffers.
+ALL_BUFFERS: dict[str, Options] = {
+    name: {option: 0.9 for operation, _, option in OF_OPTIONS if operation == name}
+    for name in BUFFERS
+}
 # Lists of buffers that are never negative.
 SQUARES = {
     name
@@ -45,39 +59,34 @@ class Operation:
     Attributes:
         formula: Its step in float64, from the parameter, the unscaled and clipped gradient, all
             tensors before and the hyperparameters; returns new tensors by the names of their lists.
+        buffers: Names of the lists of buffers, with these options.
         hyperparameters: Those that every call needs. Large ones, so that a wrong place of eps or a
             lost update shows in 8 bits as well.
-        buffers: Names of the lists of buffers, with these options.
-        keeps_steps: Whether it counts steps, with these options.
         decays: The hyperparameters by which moments decay, by the names of their lists.
+        keeps_steps: Whether it counts steps, with these options.
         is_finite_after_inf: Whether a parameter is finite after a gradient of inf, as a sign is.
         has_scaler: Whether it takes ``grad_scale``, ``found_inf`` and the options beside them.
     """
 
     formula: Callable[..., One]
-    hyperparameters: Options
     buffers: Callable[[Options], tuple[str, ...]]
-    keeps_steps: Callable[[Options], bool] = lambda options: False
+    hyperparameters: Options
     decays: dict[str, str] = dataclasses.field(default_factory=dict)
+    keeps_steps: Callable[[Options], bool] = lambda options: False
     is_finite_after_inf: bool = False
     has_scaler: bool = True
 
 
-def adam_formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
-    moments = (old["exp_avgs"], old["exp_avg_sqs"], old["steps"], old.get("max_exp_avg_sqs"))
-    return {f"{name}s": new for name, new in adam(param, grad, *moments, **options).items()}
+def formula_of(operation: str) -> Callable[..., One]:
+    """Returns the step of an operation in ``reference.py``, with tensors by the names of lists."""
+    step = getattr(reference, operation.strip("_"))
+    states = inspect.signature(step).parameters.keys() - {"param", "grad"}
 
+    def formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
+        given = {name[:-1]: tensor for name, tensor in old.items() if name[:-1] in states}
+        return {f"{name}s": new for name, new in step(param, grad, **given, **options).items()}
 
-def lion_formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
-    return {f"{name}s": new for name, new in lion(param, grad, old["exp_avgs"], **options).items()}
-
-
-def sgd_formula(param: Tensor, grad: Tensor, old: One, **options: Any) -> One:
-    first = "steps" in old and old["steps"].item() == 0
-    new = sgd(param, grad, old.get("momentum_buffers"), first=first, **options)
-    if "steps" in old:
-        new["step"] = old["steps"].double() + 1
-    return {f"{name}s": tensor for name, tensor in new.items()}
+    return formula
 
 
 def update_formula(
@@ -88,11 +97,12 @@ def update_formula(
     options["decoupled_weight_decay"] = True
     if optimizer_type is OptimizerType.ADAM:
         options |= {"beta1": beta1, "beta2": beta2, "eps": eps, "denominator_floor": 1e-12}
-        new = adam_formula(param, grad, old | {"steps": torch.tensor(timestep - 1.0)}, **options)
+        old = old | {"steps": torch.tensor(timestep - 1.0)}
+        new = formula_of("adam_")(param, grad, old, **options)
         del new["steps"]
         return new
     momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
-    new = sgd(param, grad, old.get("velocities"), first=False, momentum=momentum, **options)
+    new = reference.sgd(param, grad, old.get("velocities"), momentum=momentum, **options)
     return {{"param": "params"}.get(name, "velocities"): tensor for name, tensor in new.items()}
 
 
@@ -102,36 +112,41 @@ UPDATE_BUFFERS = {
     OptimizerType.ADAM: ("exp_avgs", "exp_avg_sqs"),
 }
 
+
+def described(operation: str, *settings: Any, **more: Any) -> Operation:
+    """Returns an operation with the buffers of its description and its formula."""
+
+    def buffers(options: Options) -> tuple[str, ...]:
+        every = BUFFERS[operation].items()
+        return tuple(name for name, each in every if each.option in (None, *options))
+
+    return Operation(formula_of(operation), buffers, *settings, **more)
+
+
 OPERATIONS = {
-    "adam_": Operation(
-        adam_formula,
+    "adam_": described(
+        "adam_",
         {"lr": 0.3, "beta1": 0.8, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.0},
-        lambda options: (
-            *("exp_avgs", "exp_avg_sqs"),
-            *(["max_exp_avg_sqs"] if "amsgrad" in options else []),
-        ),
-        lambda options: True,
         {"exp_avgs": "beta1", "exp_avg_sqs": "beta2"},
+        lambda options: True,
     ),
-    "lion_": Operation(
-        lion_formula,
+    "lion_": described(
+        "lion_",
         {"lr": 0.3, "beta1": 0.8, "beta2": 0.95},
-        lambda options: ("exp_avgs",),
-        lambda options: "dither" in options,
         {"exp_avgs": "beta2"},
+        lambda options: "dither" in options,
         is_finite_after_inf=True,
     ),
-    "sgd_": Operation(
-        sgd_formula,
+    "sgd_": described(
+        "sgd_",
         {"lr": 0.3},
-        lambda options: ("momentum_buffers",) if "momentum" in options else (),
-        lambda options: "dampening" in options or "dither" in options,
         {"momentum_buffers": "momentum"},
+        lambda options: "dampening" in options or "dither" in options,
     ),
     "optimizer_update_": Operation(
         update_formula,
-        {"lr": 0.3, "beta1": 0.8, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.3, "timestep": 4},
         lambda options: UPDATE_BUFFERS[options["optimizer_type"]],
+        {"lr": 0.3, "beta1": 0.8, "beta2": 0.99, "eps": 0.05, "weight_decay": 0.3, "timestep": 4},
         has_scaler=False,
     ),
 }

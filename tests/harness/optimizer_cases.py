@@ -1,6 +1,6 @@
 """The one list of optimizers, and parameters, gradients and comparisons for the tests of all.
 
-A new class needs its formula in ``KINDS`` and its rows in ``OPTIMIZERS``: everything that holds for
+A new class needs an entry in ``KINDS`` and its rows in ``OPTIMIZERS``: everything that holds for
 all optimizers is tested for it then, beside torch's namesake or, without one, beside its formula.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
+from amp_ext import ops
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from harness import reference
 from harness.edge_shapes import BF16, F16, F32, F64
@@ -127,16 +128,33 @@ COPIES = pytest.mark.parametrize(
 # The classes: ours, torch's, and the formula.
 
 
-def formula_of(operation: str, **defaults: Any) -> Callable[..., dict[str, Tensor]]:
-    """Returns the formula of an operation for a :class:`Kind`, with these options by default."""
-    settings = LIST_OPERATIONS[operation]
-    known = inspect.signature(getattr(reference, operation.rstrip("_"))).parameters
+@functools.cache
+def operation_of(name: str) -> str:
+    """Returns the operation over lists that a class of ours stands on."""
+    return getattr(ops, ours(name)._hyperparameters_class).operation
+
+
+def counts_steps(name: str, options: dict[str, Any]) -> bool:
+    """Returns whether the states of a class have a counter with the options of a row."""
+    return LIST_OPERATIONS[operation_of(name)].keeps_steps(options)
+
+
+@functools.cache
+def formula_of(name: str) -> Callable[..., dict[str, Tensor]]:
+    """Returns one step of a class in float64, with the defaults of ours.
+
+    It takes the parameter, the gradient, the state and the options of the group, which may hold
+    more than it needs, and returns the new values by name; and in ``doubt`` where rounding decides
+    the sign by which an element moves, if it does.
+    """
+    settings = LIST_OPERATIONS[operation_of(name)]
+    known = inspect.signature(getattr(reference, operation_of(name).strip("_"))).parameters
+    defaults = ours(name)([Parameter(torch.zeros(1))]).defaults
 
     def formula(
         param: Tensor, grad: Tensor, state: dict[str, Tensor], **group: Any
     ) -> dict[str, Tensor]:
-        options = {**defaults, **group, "lr": float(group["lr"])}
-        options |= {f"beta{i}": float(beta) for i, beta in enumerate(options.get("betas", ()), 1)}
+        options = numbers_of({**defaults, **group})
         lists = settings.buffers({name: value for name, value in options.items() if value})
         old = {name: state.get(name[:-1], torch.zeros_like(param)) for name in lists}
         old["steps"] = state.get("step", torch.tensor(1.0 if state else 0.0))
@@ -147,54 +165,48 @@ def formula_of(operation: str, **defaults: Any) -> Callable[..., dict[str, Tenso
     return formula
 
 
+def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group with each of ``betas`` apart and ``lr`` as a number."""
+    betas = {f"beta{i}": float(beta) for i, beta in enumerate(group.get("betas", ()), 1)}
+    return {**group, **betas, "lr": float(group["lr"])}
+
+
+def decays_of(optimizer: Optimizer) -> dict[str, float]:
+    """Returns the factors by which a step of ours multiplies old moments, by their names."""
+    numbers = numbers_of(optimizer.param_groups[0])
+    decays = LIST_OPERATIONS[optimizer.description.operation].decays
+    return {name[:-1]: numbers[decay] for name, decay in decays.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What the tests of all optimizers need to know of a class.
 
     Attributes:
-        formula: One step in float64, from the parameter, the gradient, the state and the options of
-            the group, which may hold more than it needs; returns the new values by name, and in
-            ``doubt`` where rounding decides the sign by which an element moves, if it does.
-        in_16_bits: Switches with which torch's class is right for fp16 and bf16 on the CPU. Its
-            loop of Adam divides 0 by 0, since eps is 0 in fp16; its fused SGD skips most elements.
         decay: Its decay rates, other than the defaults.
-        counts_steps: Whether its state has a counter with the options of a row.
+        in_16_bits: Options with which torch's class is right for fp16 and bf16 on the CPU. Its
+            loop of Adam divides 0 by 0, since eps is 0 in fp16; its fused SGD skips most elements.
         reads: Other classes whose checkpoints have all that it needs.
     """
 
-    formula: Callable[..., dict[str, Tensor]]
     decay: dict[str, Any]
-    in_16_bits: dict[str, bool] = dataclasses.field(default_factory=dict)
-    counts_steps: Callable[[dict[str, Any]], bool] = lambda options: True
+    in_16_bits: dict[str, Any] = dataclasses.field(default_factory=dict)
     reads: tuple[str, ...] = ()
 
 
 _BETAS = {"betas": (0.1, 0.2)}
-_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 KINDS = {
-    "Adam": Kind(formula_of("adam_", **_ADAM), _BETAS, {"fused": True}, reads=("AdamW",)),
-    "AdamW": Kind(
-        formula_of("adam_", **_ADAM, weight_decay=0.01, decoupled_weight_decay=True),
-        _BETAS,
-        {"fused": True},
-        reads=("Adam",),
-    ),
-    "Lion": Kind(
-        formula_of("lion_", betas=(0.9, 0.99)), _BETAS, counts_steps=lambda options: False
-    ),
-    "SGD": Kind(
-        formula_of("sgd_"),
-        {"momentum": 0.5},
-        {"foreach": False},
-        lambda options: "dampening" in options,
-    ),
+    "Adam": Kind(_BETAS, {"fused": True}, reads=("AdamW",)),
+    "AdamW": Kind(_BETAS, {"fused": True}, reads=("Adam",)),
+    "Lion": Kind(_BETAS),
+    "SGD": Kind({"momentum": 0.5}, {"foreach": False}),
 }
 
 
 class ByFormula(Optimizer):
     """Steps in float64 and rounds what it keeps to the parameter's dtype, with any switches."""
 
-    kind: ClassVar[Kind]
+    formula: ClassVar[Callable[..., dict[str, Tensor]]]
 
     def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -209,7 +221,7 @@ class ByFormula(Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                new = self.kind.formula(param, param.grad, self.state[param], **group)
+                new = self.formula(param, param.grad, self.state[param], **group)
                 param.copy_(new.pop("param"))
                 if "doubt" in new:
                     doubt = new.pop("doubt")
@@ -224,7 +236,7 @@ def ours(name: str) -> type[Optimizer]:
 
 
 def by_formula(name: str) -> type[Optimizer]:
-    return type(name, (ByFormula,), {"kind": KINDS[name]})
+    return type(name, (ByFormula,), {"formula": staticmethod(formula_of(name))})
 
 
 def theirs(name: str) -> type[Optimizer]:
@@ -232,8 +244,14 @@ def theirs(name: str) -> type[Optimizer]:
     return getattr(torch.optim, name, None) or by_formula(name)
 
 
-def in_16_bits(name: str) -> dict[str, bool]:
-    """Returns the switches with which torch's class is right for fp16 and bf16 on the CPU."""
+def taken(name: str, switches: dict[str, Any]) -> dict[str, Any]:
+    """Returns those of torch's switches that torch's class has."""
+    has = theirs(name)(make_params(F32)).defaults
+    return {switch: value for switch, value in switches.items() if switch in has}
+
+
+def in_16_bits(name: str) -> dict[str, Any]:
+    """Returns the options with which torch's class is right for fp16 and bf16 on the CPU."""
     return KINDS[name].in_16_bits
 
 

@@ -74,6 +74,23 @@ def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def decayed(
+    param: Tensor, grad: Tensor, lr: float, weight_decay: float, maximize: bool, decoupled: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Applies weight decay in float64.
+
+    Returns:
+        The parameter, the gradient, and with a decay that is added to the gradient ``doubt``: where
+        the two cancel, so that rounding them, as float32 does, decides the sign of the gradient.
+    """
+    param, grad = param.double(), -grad.double() if maximize else grad.double()
+    if decoupled or weight_decay == 0:
+        return param * (1 - lr * weight_decay), grad, {}
+    decay = weight_decay * param
+    parts, grad = grad.abs() + decay.abs(), grad + decay
+    return param, grad, {"doubt": (grad.abs() <= 1e-6 * parts) & (parts > 0) & parts.isfinite()}
+
+
 def adam(
     param: Tensor,
     grad: Tensor,
@@ -103,27 +120,17 @@ def adam(
         denominator_floor: Least value of the corrected second moment; NaN stays NaN.
 
     Returns:
-        The new values under the names of the arguments, in float64, and with a decay that is added
-        to the gradient ``doubt``: where the two cancel, so that rounding them, as float32 does,
-        decides the sign of a step that may be the first.
+        The new values under the names of the arguments, and ``doubt`` as :func:`decayed` does,
+        since the sign of the gradient decides that of the first step.
 
     Reference:
         Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay
         Regularization", 2019; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
     """
-    param, grad = param.double(), grad.double()
-    exp_avg, exp_avg_sq, step = exp_avg.double(), exp_avg_sq.double(), step.double() + 1
-    if maximize:
-        grad = -grad
-    result = {}
-    if decoupled_weight_decay:
-        param = param * (1 - lr * weight_decay)
-    elif weight_decay != 0:
-        parts = grad.abs() + (weight_decay * param).abs()
-        grad = grad + weight_decay * param
-        result["doubt"] = (grad.abs() <= 1e-6 * parts) & (parts > 0) & parts.isfinite()
-    exp_avg = beta1 * exp_avg + (1 - beta1) * grad
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    param, grad, result = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
+    step = step.double() + 1
+    exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
+    exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad * grad
     result |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
     second = exp_avg_sq
     if max_exp_avg_sq is not None:
@@ -156,13 +163,8 @@ def lion(
     Reference:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
     """
-    param, grad, exp_avg = param.double(), grad.double(), exp_avg.double()
-    if maximize:
-        grad = -grad
-    if decoupled_weight_decay:
-        param = param * (1 - lr * weight_decay)
-    elif weight_decay != 0:
-        grad = grad + weight_decay * param
+    param, grad, _ = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
+    exp_avg = exp_avg.double()
     average = beta1 * exp_avg + (1 - beta1) * grad
     parts = (beta1 * exp_avg).abs() + ((1 - beta1) * grad).abs() + (weight_decay * param).abs()
     sign = torch.where(average.isnan(), average, average.sign())
@@ -177,8 +179,8 @@ def sgd(
     param: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None = None,
+    step: Tensor | None = None,
     *,
-    first: bool,
     lr: float,
     momentum: float = 0.0,
     dampening: float = 0.0,
@@ -189,27 +191,22 @@ def sgd(
 ) -> dict[str, Tensor]:
     """Takes one step of SGD in float64.
 
-    With ``first`` no step was taken yet: the buffer becomes the gradient, without dampening.
+    At a ``step`` of 0, no step was taken yet: the buffer becomes the gradient, without dampening.
 
     Reference:
         Sutskever et al., "On the importance of initialization and momentum in deep learning",
         2013, in the variant of ``torch.optim.SGD``.
     """
-    param, grad = param.double(), grad.double()
-    if maximize:
-        grad = -grad
-    if decoupled_weight_decay:
-        param = param * (1 - lr * weight_decay)
-    elif weight_decay != 0:
-        grad = grad + weight_decay * param
+    param, grad, _ = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
+    result = {} if step is None else {"step": step.double() + 1}
     if momentum == 0 and momentum_buffer is None:
-        return {"param": param - lr * grad}
-    if first:
+        return result | {"param": param - lr * grad}
+    if step is not None and step.item() == 0:
         buffer = grad
     else:
         buffer = momentum * momentum_buffer.double() + (1 - dampening) * grad
     direction = grad + momentum * buffer if nesterov else buffer
-    return {"param": param - lr * direction, "momentum_buffer": buffer}
+    return result | {"param": param - lr * direction, "momentum_buffer": buffer}
 
 
 def refreshed_master(master: Tensor, param: Tensor) -> Tensor:

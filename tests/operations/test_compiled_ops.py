@@ -14,9 +14,11 @@ import torch
 from harness.edge_shapes import F16, F32, F64
 from harness.engine_results import CLIPPED
 from harness.list_operations import (
+    ALL_BUFFERS,
     BUFFERS,
     FEW_STEPS,
     IN_FLOAT,
+    OF_OPTIONS,
     OPERATIONS,
     STEP,
     WITH_MASTERS,
@@ -151,15 +153,15 @@ def wrong_calls() -> Iterator[Any]:
     for name in BUFFERS:
         for argument in absent_lists(name):
             args, options = CALLS[name]
-            options = {**options, argument: []}
-            if argument == "momentum_buffers":
-                options["momentum"] = 0.9
+            needed = ALL_BUFFERS[name] if argument in BUFFERS[name] else {}
+            options = {**options, **needed, argument: []}
             text = f"{name}: {argument} {wanted}"
             yield pytest.param(name, args, options, RuntimeError, text, id=f"{name}-no-{argument}")
-    args, options = CALLS["sgd_"]
-    text = "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum 0.0"
-    options = {**options, "momentum_buffers": []}
-    yield pytest.param("sgd_", args, options, RuntimeError, text, id="sgd_-buffers-of-no-momentum")
+    for name, argument, option in OF_OPTIONS:
+        args, options = CALLS[name]
+        text = f"{name}: {argument} must be given if and only if {option} is not 0, got {option} 0."
+        options = {**options, argument: []}
+        yield pytest.param(name, args, options, RuntimeError, text, id=f"{name}-no-{option}")
 
 
 def run_both(name: str, args: Any, options: dict[str, Any]) -> Iterator[Callable[[], Any]]:
@@ -206,14 +208,10 @@ def test_a_wrong_call_is_refused_in_the_same_words_when_compiled(name, args, opt
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(
-            pytest.param(name, {each: [] for each in absent_lists(name)}, id=name.strip("_"))
-            for name in BUFFERS
-            if name != "sgd_"
-        ),
-        pytest.param("sgd_", {}, id="sgd"),
-        pytest.param("sgd_", {"momentum": 0.9, "momentum_buffers": []}, id="momentum"),
+        *((name, {}) for name in BUFFERS),
+        *((name, ALL_BUFFERS[name] | {n: [] for n in absent_lists(name)}) for name in BUFFERS),
     ],
+    ids=str,
 )
 def test_no_parameters_at_all_are_stepped_with_lists_as_empty(name, options):
     args, needed = CALLS[name]

@@ -171,21 +171,17 @@ def test_counters_and_a_number_are_refused_together_and_so_is_neither(operation,
     assert_step_refused(operation, without, "steps must be given ", **options)
 
 
-FITTING = "momentum_buffers must be given if and only if momentum is not 0, got mom"
-FIRST = "steps must be given with dampening, whose first step differs"
+@pytest.mark.parametrize(("operation", "name", "option"), cases.OF_OPTIONS)
+def test_buffers_that_do_not_fit_their_option_are_named(operation, name, option):
+    words = f"{name} must be given if and only if {option} is not 0, got {option} "
+    for built_for, options in ({option: 0.7}, {}), ({}, {option: 0.7}):
+        assert_step_refused(operation, some_lists(operation, built_for), words, **options)
 
 
-@pytest.mark.parametrize(
-    ("built_for", "options", "words"),
-    [
-        (cases.MOMENTUM, {}, FITTING),
-        ({}, cases.MOMENTUM, FITTING),
-        (cases.MOMENTUM, cases.DAMPENING, FIRST),
-    ],
-)
-def test_lists_that_do_not_fit_the_options_of_sgd_are_named(built_for, options, words):
-    lists = cases.build("sgd_", built_for, [(5,)] * 3, cases.IN_FLOAT, "cpu")
-    assert_step_refused("sgd_", lists, words, **options)
+def test_dampening_without_steps_is_named():
+    lists = some_lists("sgd_", cases.MOMENTUM)
+    words = "steps must be given with dampening, whose first step differs"
+    assert_step_refused("sgd_", lists, words, **cases.DAMPENING)
 
 
 @pytest.mark.parametrize("kind", OptimizerType)
@@ -208,7 +204,7 @@ def test_buffers_of_an_update_that_are_too_few_or_too_many_are_named(kind, name)
 
 
 def coded_lists(operation: str, code: str) -> tuple[Lists, Options]:
-    options = {"momentum": 0.9} if operation == "sgd_" else {}
+    options = cases.ALL_BUFFERS[operation]
     return build_coded(operation, options, code, cases.IN_FLOAT, [(2 * GROUP,)] * 3), options
 
 
@@ -295,8 +291,9 @@ def test_codes_of_a_float64_parameter_are_named(operation, options, code):
         lists["steps"] = [torch.zeros(()) for _ in lists["params"]]
     for name in ("params", "grads"):
         lists[name][1] = lists[name][1].double()
-    dtype = "Byte" if code == "q8m" else "Char"
-    words = rf"{FIRST_STATES[operation]}\[1\] must be Double, got {dtype}"
+    first = FIRST_STATES[operation]
+    dtype = "Char" if cases.BUFFERS[operation][first].code == "q8h" else "Byte"
+    words = rf"{first}\[1\] must be Double, got {dtype}"
     assert_step_refused(operation, lists, words, **more | options)
 
 

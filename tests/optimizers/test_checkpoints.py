@@ -73,8 +73,7 @@ SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 @cases.every_optimizer_in_torch
 def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
-    if "capturable" not in theirs(name)(make_params(F32)).defaults:
-        switch = {key: value for key, value in switch.items() if key != "capturable"}
+    switch = cases.taken(name, switch)
     step_on_cpu = {"capturable": False} if "capturable" in switch else {}
     other = trained(theirs(name)(make_params(F32), **options, **(switch | step_on_cpu)))
     file = other.state_dict()
@@ -115,6 +114,7 @@ def test_each_implementation_of_torch_goes_on_from_our_file_and_we_from_its(
     name, implementation, make_scaler
 ):
     """torch takes ``fused`` and ``foreach`` from the file; so they are set after the load."""
+    implementation = cases.taken(name, implementation)
     momentum = {"momentum": 0.9} if name == "SGD" else {}
     mine = ours(name)(make_params(F32), lr=0.1, **momentum)
     steps_under(make_scaler, mine)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32
+from harness.list_operations import DESCRIBED
 from harness.optimizer_cases import give_grads, make_params, ours
 from harness.reference import same_bits
 from harness.rows import rows
@@ -67,6 +68,7 @@ WRONG_IN_GROUPS = {
     "lr-two": ("lr", TWO, A_RATE, r"a tensor of sizes \(2,\)"),
     "decay-nan": ("weight_decay", NAN, "a number", "nan"),
 }
+REFUSED = sorted({o.name for one in DESCRIBED for o in one.options if o.type == "refused flag"})
 OF_ONE_CLASS = {
     "beta": ("Adam", "betas", (0.9,), TWO_NUMBERS, r"\(0.9,\)"),
     "betas": ("Lion", "betas", 0.9, TWO_NUMBERS, "0.9"),
@@ -86,7 +88,7 @@ OF_ONE_CLASS = {
         for name in cases.NAMES
         for option, default in ours(name)(make_params(F32)).defaults.items()
         if isinstance(default, (bool, int, float))
-        and option not in ("lr", "master_weights", "differentiable")
+        and option not in ("lr", "master_weights", *REFUSED)
     },
 }
 OF_ONE_CLASS_IN_GROUPS = {
@@ -181,18 +183,23 @@ def test_a_decay_rate_of_two_elements_is_refused(name):
         ours(name)(make_params(F32), betas=(TWO, torch.tensor(0.9)))
 
 
+@pytest.mark.parametrize("flag", REFUSED)
 @cases.each_name
-def test_a_differentiable_step_is_refused_in_a_group_too(name):
+def test_a_flag_that_is_refused_is_refused_in_a_group_too(name, flag):
     optimizer = ours(name)(make_params(F32)[:1])
+    if flag not in optimizer.defaults:
+        pytest.skip("another class has this flag")
+    with pytest.raises(RuntimeError, match=f"^{name}: {flag} must be False, got True"):
+        ours(name)(make_params(F32), **{flag: True})
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["differentiable"] = True
-    added = {"params": make_params(F32)[1:], "differentiable": True}
-    words = "differentiable of .* must be False, got True"
+    saved["param_groups"][0][flag] = True
+    added = {"params": make_params(F32)[1:], flag: True}
+    words = f"{flag} of .* must be False, got True"
     with pytest.raises(RuntimeError, match=f"^{name}: {words}"):
         optimizer.add_param_group(added)
     with pytest.raises(ValueError, match=f"^{name}.load_state_dict: {words}"):
         optimizer.load_state_dict(saved)
-    assert [group["differentiable"] for group in optimizer.param_groups] == [False]
+    assert [group[flag] for group in optimizer.param_groups] == [False]
 
 
 # What is taken.
@@ -266,7 +273,7 @@ def test_what_torch_takes_for_numbers_and_flags_is_taken():
 
 # Options that a group has lost.
 
-UNUSED = {"foreach", "fused", "capturable", "differentiable"}
+UNUSED = {each.name for one in DESCRIBED for each in one.options if not each.is_read}
 
 
 def under_torchs_scaler(

@@ -42,7 +42,7 @@ FOREIGN = [
     for name, each in vars(torch.optim).items()
     if isinstance(each, type) and name not in {"Optimizer", *KINDS}
 ]
-MOMENTUM = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
+MOMENTUM = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9}}
 
 
 def stepped(optimizer: torch.optim.Optimizer, steps: int = 2) -> torch.optim.Optimizer:

@@ -26,8 +26,8 @@ PLACES = [
     ),
     (
         "tests/harness/list_operations.py",
-        r'^    "{operation}": Operation\(',
-        '"{operation}": Operation({operation}formula, ...), to OPERATIONS',
+        r'^    "{operation}": described\(',
+        '"{operation}": described("{operation}", ...), to OPERATIONS',
     ),
     (
         "tests/harness/list_operations.py",
@@ -42,7 +42,7 @@ PLACES = [
     (
         "tests/harness/optimizer_cases.py",
         r'^    "{name}": Kind\(',
-        '"{name}": Kind(formula_of("{key}_"), ...), to KINDS',
+        '"{name}": Kind(...), to KINDS',
     ),
     (
         "tests/harness/optimizer_cases.py",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness.edge_shapes import F32
-from harness.optimizer_cases import IN_TORCH, KINDS, swapping, through_a_file
+from harness.optimizer_cases import IN_TORCH, counts_steps, swapping, through_a_file
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from torch import Tensor
@@ -277,7 +277,8 @@ class Machine(Releasing):
         if name == "max_grad_norm":
             for each in sides.mine.param_groups:
                 each[name] = value
-        elif name in group and not (name == "momentum" and group["nesterov"]):
+        # torch's RMSprop makes the buffer of its momentum at the first step only.
+        elif name in group and not (name == "momentum" and group.get("nesterov", True)):
             group[name] = value
             if name not in OWN_OPTIONS:  # torch computes with a tensor in its dtype
                 others[name] = value.double() if isinstance(value, Tensor) else value
@@ -424,8 +425,7 @@ class Machine(Releasing):
         for key, (_, pair) in enumerate(sides):
             if not sides.has_stepped(pair):
                 file["state"].pop(key, None)
-            counts_steps = KINDS[sides.name].counts_steps({})
-            for name in ("master_param", *([] if counts_steps else ["step"])):
+            for name in ("master_param", *([] if counts_steps(sides.name, {}) else ["step"])):
                 file["state"].get(key, {}).pop(name, None)  # torch keeps what it does not know
         for group in file["param_groups"]:
             if isinstance(group["lr"], Tensor):
@@ -439,9 +439,8 @@ class Machine(Releasing):
         for _, pair in sides:  # such a file has no masters
             pair.twin.data.copy_(pair.mine.detach())
             numbers, state = sides.numbers(pair), sides.state(pair)
-            second = numbers.get("exp_avg_sq")
             for name, buffer in sides.buffers(pair).items():
-                more = distance_of_codes(name, buffer, state, second)
+                more = distance_of_codes(name, buffer, state, numbers)
                 if more.any():
                     assert_near(numbers[name], buffer, buffer.abs(), f"loaded {name}", F32, more)
                     buffer.copy_(numbers[name])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from harness.edge_shapes import BF16, F16, F32, F64
+from harness.list_operations import DESCRIBED
 from harness.number_codes import (
     GROUP,
     OFFSET,
@@ -23,7 +24,7 @@ from harness.number_codes import (
     root_of_q8s,
     unit_below,
 )
-from harness.optimizer_cases import KINDS, OPTIMIZERS, ours, theirs
+from harness.optimizer_cases import OPTIMIZERS, counts_steps, ours, taken, theirs
 from harness.reference import TOLERANCES, refreshed_master
 from harness.scaler_cases import Delegating
 from torch import Tensor
@@ -45,6 +46,7 @@ OWN_OPTIONS = (
     "clip_value",
     "write_back_grads",
 )
+SECOND_MOMENTS = [b.name for one in DESCRIBED for b in one.buffers if b.role == "second moment"]
 # Half of the distance of two neighbours below the normal numbers, and a little more.
 SUBNORMAL = {F16: 2.0**-24, BF16: 1e-40, F32: 1e-44, F64: 0.0}
 
@@ -74,10 +76,13 @@ def assert_exact(actual: Tensor, expected: Tensor, what: str) -> None:
 def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a state with its master and its moments as numbers under torch's names."""
     numbers = dict(state)
-    root = root_of(state["exp_avg_sq"]) if "exp_avg_sq" in state else None
-    if "exp_avg_sq_q8s" in state:
-        root = root_of_q8s(state["exp_avg_sq_q8s"], state["exp_avg_sq_exp"])
-        numbers["exp_avg_sq"] = root.square()
+    root = None
+    for second in SECOND_MOMENTS:
+        if second in state:
+            root = root_of(state[second])
+        elif f"{second}_q8s" in state:
+            root = root_of_q8s(state[f"{second}_q8s"], state[f"{second}_exp"])
+            numbers[second] = root.square()
     for name, value in state.items():
         if name.endswith("_q8h"):
             numbers[name.removesuffix("_q8h")] = decode_q8h(value, root)
@@ -89,17 +94,22 @@ def decoded(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def distance_of_codes(name: str, value: Tensor, state: dict[str, Any], second: Any) -> Tensor:
+def second_moment(numbers: dict[str, Any]) -> Tensor | None:
+    """Returns the second moment of a state, if there is one."""
+    return next((numbers[name] for name in SECOND_MOMENTS if name in numbers), None)
+
+
+def distance_of_codes(name: str, value: Tensor, state: dict[str, Any], numbers: Any) -> Tensor:
     """Returns how far a moment in 8 bits may lie from its number, 0 for any other.
 
     Args:
         name: Of the moment.
         value: Its number.
         state: As it is kept.
-        second: The second moment as it is kept, as a number, if there is one.
+        numbers: The state as numbers.
     """
     if f"{name}_q8h" in state:  # a code, and what is limited to the largest
-        unit = doubled(unit_below(second.float().sqrt()))
+        unit = doubled(unit_below(second_moment(numbers).float().sqrt()))
         code = WIDEST_CODE * (value.abs() / unit + OFFSET).square() * unit
         return code + (value.abs() - 15 * unit).clamp(min=0.0)
     if f"{name}_exp" not in state:
@@ -199,7 +209,8 @@ class Sides:
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()
         twins = [{"params": [pair.twin for pair in pairs]} for pairs in self.pairs]
-        self.twin = theirs(self.name)(twins, foreach=False, fused=False, **self.options)
+        switches = taken(self.name, {"foreach": False, "fused": False})
+        self.twin = theirs(self.name)(twins, **switches, **self.options)
 
     def new_of_ours(self) -> Optimizer:
         groups = [{"params": [pair.mine for pair in pairs]} for pairs in self.pairs]
@@ -311,8 +322,7 @@ class Sides:
         if not expected:
             # Without a moment torch keeps nothing, and ours counts the steps that it dithers, also
             # where a group has lost its momentum since.
-            counts = KINDS[self.name].counts_steps({})
-            ignored = () if counts else ("step",)
+            ignored = () if counts_steps(self.name, {}) else ("step",)
             # The exponents of zeros are 1.
             others = {
                 name: t

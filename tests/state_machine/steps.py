@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from harness.edge_shapes import F16, F32, F64
-from harness.optimizer_cases import KINDS
+from harness.list_operations import SQUARES
+from harness.optimizer_cases import formula_of
 from torch import Tensor
 
 from state_machine.sides import (
@@ -27,6 +28,7 @@ from state_machine.sides import (
     error_of,
     is_split,
     placed,
+    second_moment,
     written,
 )
 
@@ -315,8 +317,7 @@ class Step:
 
     def _remember(self, group: dict[str, Any], pair: Pair) -> None:
         buffers = {name: t.clone() for name, t in self.sides.buffers(pair).items()}
-        formula = KINDS[self.sides.name].formula
-        new = formula(pair.twin.detach(), pair.twin.grad, buffers, **group)
+        new = formula_of(self.sides.name)(pair.twin.detach(), pair.twin.grad, buffers, **group)
         doubt = new.get("doubt")
         self.old[pair] = (pair.twin.detach().clone(), buffers, doubt)
         self.stepped_grads[pair] = pair.twin.grad.clone()
@@ -394,12 +395,15 @@ class Step:
         # Adam divides by a root that may be a tenth of what cancels in its first moment, or where a
         # gradient and its decay cancel, far less.
         parts = torch.full_like(old, 10.0)
-        if "exp_avg_sq" in sides.buffers(pair):
-            second, steps = sides.buffers(pair)["exp_avg_sq"], sides.twin.state[pair.twin]["step"]
-            root = (second / (1.0 - group["betas"][1] ** steps.item())).sqrt()
-            parts = torch.maximum(parts, grad / (root + group["eps"]))
-        if sides.name == "SGD":
-            parts = grad + old_buffers.get("momentum_buffer", torch.zeros_like(old)).abs()
+        second = second_moment(sides.buffers(pair))
+        if second is not None:
+            if "betas" in group:
+                steps = sides.twin.state[pair.twin]["step"].item()
+                second = second / (1.0 - group["betas"][1] ** steps)
+            parts = torch.maximum(parts, grad / (second.sqrt() + group["eps"]))
+        if "momentum" in group:
+            parts = grad if second is None else parts
+            parts = parts + old_buffers.get("momentum_buffer", torch.zeros_like(old)).abs()
         size = torch.stack([old.abs(), new.abs(), lr * parts]).amax(0)
         if doubt is not None:
             keep = doubled(actual)
@@ -417,10 +421,12 @@ class Step:
         for name, value in sides.buffers(pair).items():
             before, power = (
                 old_buffers.get(name, torch.zeros_like(value)),
-                2 if "_sq" in name else 1,
+                2 if f"{name}s" in SQUARES else 1,
             )
             size = torch.stack([before.abs(), value.abs(), grad**power]).amax(0)
-            more = distance_of_codes(name, value, state, numbers.get("exp_avg_sq"))
+            if name == "momentum_buffer":  # which adds what RMSprop divides by a root
+                size = torch.maximum(size, parts)
+            more = distance_of_codes(name, value, state, numbers)
             kept = numbers[name]
             assert_near(kept, value, size, f"{name} of {sides.name}", dtype_of(kept), more)
         self._start_anew(pair, actual)

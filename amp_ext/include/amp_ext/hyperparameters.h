@@ -30,6 +30,9 @@ struct BufferDescription {
   // Stride of the Weyl sequence that dithers the buffer, in units of 2^-32; 0 for no dithering.
   uint32_t dither_stride = 0;
   BufferCode code = BufferCode::kNone;
+  // Option that a group must set to have this buffer, such as "amsgrad"; null if every group has
+  // it. Only the last buffer may have an option.
+  const char* option = nullptr;
 };
 
 // Strides of the sequences that dither buffers (csrc/elements/dither.h), in units of 2^-32.
@@ -45,8 +48,9 @@ inline constexpr uint32_t kSecondMomentStride = 0x8CB92BA7u;  // 0.550
 //   static constexpr const char* kName              the class in Python: "AdamHyperparameters"
 //   static constexpr BufferDescription kBuffers[]   the buffers, in the order of the formula
 //   const char* why_step() const                    when the formula needs the step number, or null
-//   bool needs_buffers() const                      false if the formula can run without buffers
-//   double decay_of(int buffer) const             constexpr: factor of the old buffer in a step
+//   bool needs_buffers() const                      false if the formula can run without buffers;
+//                                                   this struct returns true
+//   double decay_of(int buffer) const               constexpr: factor of the old buffer in a step
 //   for_each_field(visit)                           visit("beta1", &Own::beta1), ...
 //
 // All values are doubles. The formula of the optimizer converts them in its function `for_tensor`.
@@ -78,6 +82,8 @@ struct AMP_EXT_API CommonHyperparameters {
   // True if the field is an option of a parameter group. The other fields are set by list
   // operations or derived from options.
   static bool is_option(std::string_view field) { return field != "timestep" && field != "dither"; }
+
+  bool needs_buffers() const { return true; }
 };
 
 struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
@@ -91,10 +97,9 @@ struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
   static constexpr BufferDescription kBuffers[] = {
       {"exp_avg", BufferRole::kFirstMoment, kFirstMomentStride, BufferCode::kRatio},
       {"exp_avg_sq", BufferRole::kSecondMoment, kSecondMomentStride, BufferCode::kRoot},
-      {"max_exp_avg_sq", BufferRole::kMaximum}};
+      {"max_exp_avg_sq", BufferRole::kMaximum, 0, BufferCode::kNone, "amsgrad"}};
 
   const char* why_step() const { return "unless there is a timestep"; }
-  bool needs_buffers() const { return true; }
   constexpr double decay_of(int buffer) const { return buffer == 0 ? beta1 : beta2; }
 
   template <typename Visit>
@@ -117,7 +122,6 @@ struct AMP_EXT_API LionHyperparameters : CommonHyperparameters {
       {"exp_avg", BufferRole::kFirstMoment, kSignMomentStride, BufferCode::kMagnitude}};
 
   const char* why_step() const { return nullptr; }
-  bool needs_buffers() const { return true; }
   constexpr double decay_of(int /*buffer*/) const { return beta2; }
 
   template <typename Visit>
@@ -135,8 +139,9 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
 
   static constexpr const char* kOperation = "sgd_";
   static constexpr const char* kName = "SgdHyperparameters";
-  static constexpr BufferDescription kBuffers[] = {
-      {"momentum_buffer", BufferRole::kFirstMoment, kMomentumStride, BufferCode::kMagnitude}};
+  static constexpr BufferDescription kBuffers[] = {{"momentum_buffer", BufferRole::kFirstMoment,
+                                                    kMomentumStride, BufferCode::kMagnitude,
+                                                    "momentum"}};
 
   const char* why_step() const {
     return momentum != 0.0 && dampening != 0.0 ? "with dampening, whose first step differs"
