@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.edge_shapes import BF16, SHAPES, Dtypes
-from harness.list_operations import BUFFERS, OPERATIONS, Lists, Options, build
+from harness.list_operations import ALL_BUFFERS, BUFFERS, OPERATIONS, Lists, Options, build
 from harness.number_codes import (
     GROUP,
     decode_q8h,
@@ -27,35 +27,23 @@ from harness.number_codes import (
 )
 from harness.rows import rows
 
-# The operation, its options, and the code of its moments: of Adam's second ones, if they have one.
-_STEPS: dict[str, tuple[str, Options, str]] = {
-    "adam-q8h": ("adam_", {}, "q8h"),
-    "adamw-q8h-dither": ("adam_", {"decoupled_weight_decay": True, "dither": True}, "q8h"),
-    "adam-q8s": ("adam_", {}, "q8s"),
-    "adam-q8s-dither": ("adam_", {"dither": True, "beta2": 0.999}, "q8s"),
-    "lion": ("lion_", {}, "q8m"),
-    "lion-dither": ("lion_", {"beta2": 0.995, "dither": True}, "q8m"),
-    "momentum": ("sgd_", {"momentum": 0.7, "nesterov": True}, "q8m"),
-    "momentum-dither": ("sgd_", {"momentum": 0.995, "dither": True}, "q8m"),
-}
 # The codes that there are beside this one, which is that of the second moments if there are any.
 _CODES = {"q8h": ("q8h",), "q8s": ("q8h", "q8s"), "q8m": ("q8m",)}
 
 
-def _steps_of_others() -> Iterator[tuple[str, tuple[str, Options, str]]]:
-    """Yields rows of the optimizers that have none above; what is dithered decays slowly."""
-    known = {operation for operation, _, _ in _STEPS.values()}
-    for operation in (each for each in BUFFERS if each not in known):
-        described = {buffer.code for buffer in BUFFERS[operation].values()}
-        decays = OPERATIONS[operation].decays
-        slow = {decays[n]: 0.999 for n in decays if BUFFERS[operation][n].code != "q8h"}
-        for code in sorted(described & _CODES.keys()):
+def _steps() -> Iterator[tuple[str, tuple[str, Options, str]]]:
+    """Yields each operation with each of its codes; what is dithered decays slowly."""
+    for operation, buffers in BUFFERS.items():
+        options, decays = ALL_BUFFERS[operation], OPERATIONS[operation].decays
+        slow = {decays[n]: 0.999 for n in decays if buffers[n].code != "q8h"}
+        for code in sorted({buffer.code for buffer in buffers.values()} & _CODES.keys()):
             name = f"{operation.strip('_')}-{code}"
-            yield name, (operation, {}, code)
-            yield f"{name}-dither", (operation, {"dither": True, **slow}, code)
+            yield name, (operation, options, code)
+            yield f"{name}-dither", (operation, options | slow | {"dither": True}, code)
 
 
-CODED_STEPS = rows(_STEPS | dict(_steps_of_others()))
+# The operation, its options, and the code of its moments: of Adam's second ones, if they have one.
+CODED_STEPS = rows(dict(_steps()))
 coded_steps = pytest.mark.parametrize(("operation", "options", "code"), CODED_STEPS)
 
 # Whole groups, in tensors of less than a vector of them and more than a tile.

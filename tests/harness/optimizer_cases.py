@@ -171,13 +171,6 @@ def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, **betas, "lr": float(group["lr"])}
 
 
-def decays_of(optimizer: Optimizer) -> dict[str, float]:
-    """Returns the factors by which a step of ours multiplies old moments, by their names."""
-    numbers = numbers_of(optimizer.param_groups[0])
-    decays = LIST_OPERATIONS[optimizer.description.operation].decays
-    return {name[:-1]: numbers[decay] for name, decay in decays.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What the tests of all optimizers need to know of a class.
@@ -248,11 +241,6 @@ def taken(name: str, switches: dict[str, Any]) -> dict[str, Any]:
     """Returns those of torch's switches that torch's class has."""
     has = theirs(name)(make_params(F32)).defaults
     return {switch: value for switch, value in switches.items() if switch in has}
-
-
-def in_16_bits(name: str) -> dict[str, Any]:
-    """Returns the options with which torch's class is right for fp16 and bf16 on the CPU."""
-    return KINDS[name].in_16_bits
 
 
 # Parameters, gradients, training.

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F32
-from harness.list_operations import BUFFERS
-from harness.optimizer_cases import (
-    decays_of,
-    make_params,
-    of_other_classes,
-    ours,
-    through_a_file,
-    trained,
-)
+from harness.list_operations import BUFFERS, OPERATIONS
+from harness.optimizer_cases import make_params, of_other_classes, ours, through_a_file, trained
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
@@ -108,16 +102,18 @@ def test_another_layout_keeps_the_moments(name, options, first, second, through,
         param.data = weight_as(second, param.detach()).data
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
-    decays = decays_of(optimizer)
     kept = param.detach().clone()
     param.grad = torch.zeros_like(param)
     optimizer.step()
     assert same_bits(param.detach(), kept)
     after = float32_state_dict(optimizer)["state"][0]
+    group = cases.numbers_of(optimizer.param_groups[0])
+    decays = OPERATIONS[cases.operation_of(name)].decays
     for key in before.keys() - {"step"}:
         moment = before[key]
         # A step without gradients, and a code's width.
-        assert (after[key] - moment * decays[key]).norm() <= 0.03 * moment.norm(), key
+        decay = group[decays[f"{key}s"]]
+        assert (after[key] - moment * decay).norm() <= 0.03 * moment.norm(), key
 
 
 # Checkpoints.

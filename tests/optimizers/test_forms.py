@@ -317,14 +317,14 @@ def test_a_number_beside_a_code_is_the_newer_one(name, options, dtype, kept):
 def test_files_of_torch_load_and_torch_loads_all_but_codes(name, dtype, kept):
     options = {"lr": 0.01, "momentum": 0.9} if name == "SGD" else {}
     optimizer = trained(make(name, dtype, **options, **kept))
-    other = theirs(name)(twins(optimizer), **options, **cases.in_16_bits(name))
+    other = theirs(name)(twins(optimizer), **options, **cases.KINDS[name].in_16_bits)
     other.load_state_dict(optimizer.state_dict())
     has_codes = any("_q8" in key for state in optimizer.state.values() for key in state)
     if has_codes and name != "SGD":  # which begins anew
         give_grads(other)
         with pytest.raises(KeyError, match=optimizer.description.buffers[0].name):
             other.step()
-    other = trained(theirs(name)(twins(optimizer), **options, **cases.in_16_bits(name)))
+    other = trained(theirs(name)(twins(optimizer), **options, **cases.KINDS[name].in_16_bits))
     back = loading(ours(name)(twins(other), **options, **kept), other.state_dict())
     back.init_state()
     wanted = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.optimizer_cases import CLASSES, in_16_bits, ours, theirs
+from harness.optimizer_cases import CLASSES, KINDS, ours, theirs
 from harness.transports import DelayedTransport
 from torch import Tensor, nn
 
@@ -69,13 +69,13 @@ def bytes_after_a_step(
 
 
 SIXTEEN_BIT = [(torch.float16, "adamw"), *((torch.bfloat16, name) for name in memory.OPTIMIZERS)]
-KINDS = [(ours, name) for name in BY_NAME]
-KINDS += [(theirs, name) for name in BY_NAME if not re.search("masters|(fp32|bf16|8bit) st", name)]
+SIDES = [(ours, name) for name in BY_NAME]
+SIDES += [(theirs, name) for name in BY_NAME if not re.search("masters|(fp32|bf16|8bit) st", name)]
 
 
 RUNS = [
     (*kind, *run)
-    for kind in KINDS
+    for kind in SIDES
     for run in SIXTEEN_BIT
     if not (run[1] == "amsgrad" and "8bit" in kind[1])  # which no optimizer has
 ]
@@ -94,7 +94,7 @@ def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer
     if classes is ours:
         options = options | stored_as(configuration)
     elif is_16_bit:
-        options = options | in_16_bits(class_name)
+        options = options | KINDS[class_name].in_16_bits
     calculated = {row.configuration: row for row in memory.training_memory(Model(), optimizer)}
     model = Model().to(device, dtype if is_16_bit else torch.float32)
     allocated = bytes_after_a_step(model, classes(class_name), **options)
