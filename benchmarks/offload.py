@@ -1,50 +1,69 @@
-"""Times a step with states in host memory, without a GPU.
+"""Times a step with states in host memory: compared with its parts, and with other packages.
 
-    python benchmarks/offload.py                     # 4 tensors of 8M elements, 20 seconds
-    python benchmarks/offload.py --elements 1048576 --tensors 32
+    python benchmarks/offload.py                   # on a CPU, one thread; half a minute
+    python benchmarks/offload.py --device cuda     # on a GPU; two minutes
 
-The copies to and from the device are copies within host memory, which run at once. So a step should
-take as long as a step of the same optimizer on the CPU and a copy of the same bytes: the gradients
-and the updated parameters. The last column is the ratio of both. All run in one thread and in
-turns, the least CPU time of each counts, and the parameters of both optimizers have to stay equal.
+The parts are the same optimizer's step on the CPU (``step``) and the copies of all gradients and
+updated parameters (``copies``). Without a GPU, the copies stay within host memory and run at once,
+so a step should take as long as both parts together. With a GPU, it should take as long as the
+longest of ``step``, ``copies`` in both directions at once, and ``memory``: the bytes that a step
+moves, at the bandwidth of the host memory. In addition, the peak of GPU memory is compared with
+the table of ``python -m amp_ext.memory --offloaded``.
+
+The other packages are DeepSpeed's CPU Adam, in the loops that one writes by hand around float32
+masters, and torchao's ``CPUOffloadOptimizer``, which needs a GPU. All sides of a table have the
+same gradients and run in turns, and the least time of each counts: the CPU time of all threads
+without a GPU, which other programs hardly change, and the clock with one.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peers import ADAMW, reason
 from torch import Tensor
+from torch.nn import Parameter
 
+from amp_ext.bench.measure import describe, make_streaming
+from amp_ext.memory import CONFIGURATIONS, Configuration, training_memory
 from amp_ext.optim import AdamW
 from amp_ext.optim.offload import OffloadedStates
+from amp_ext.optim.transport import CudaTransport
 from amp_ext.program import format_table, run_program
 
-FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (torch.float32, {}),
-    "bf16, fp32 masters": (torch.bfloat16, {}),
-    "bf16, split masters, bf16 states": (
-        torch.bfloat16,
-        {"master_weights": "split", "state_dtype": torch.bfloat16},
-    ),
-    "bf16, split8 masters, 8bit states": (
-        torch.bfloat16,
-        {"master_weights": "split8", "state_dtype": "8bit"},
-    ),
-}
+BY_NAME = {each.name: each for each in CONFIGURATIONS}
+MASTERS = BY_NAME["16-bit + masters, fp32 states"]
+SPLIT = BY_NAME["16-bit + split masters, bf16 states"]
+SPLIT8 = BY_NAME["16-bit + split8 masters, 8bit states"]
+FP32, NARROW = BY_NAME["fp32"], BY_NAME["16-bit, 16-bit states"]
+FORMS = [FP32, MASTERS, SPLIT, SPLIT8]
+CPU = torch.device("cpu")
+#: Limits of ``--check``: the ratio of times, and the difference of GPU memory from the table.
+TIME_LIMITS = {"cpu": 1.15, "cuda": 1.2}
+MEMORY_LIMIT = 0.03
 
 
 class ImmediateTransport:
     """Copies within host memory, which have ended when the call returns."""
 
-    device = torch.device("cpu")
+    device = CPU
+
+    def __init__(self) -> None:
+        """Counts the bytes that :meth:`allocate` returns."""
+        self.allocated = 0
 
     def allocate(self, size: int) -> Tensor:
         """Returns memory whose pages exist already, as those of pinned memory."""
+        self.allocated += size
         return torch.zeros(size, dtype=torch.uint8)
 
     def copy_down(self, host: Tensor, source: Tensor) -> None:
@@ -68,46 +87,334 @@ class ImmediateTransport:
     close = begin
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """Returns the CPU time of one call, in all threads."""
-    began = time.process_time()
+class CountingTransport(CudaTransport):
+    """Copies between a GPU and pinned memory, whose bytes are counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Creates the streams."""
+        super().__init__(device, pinned=True)
+        self.allocated = 0
+
+    def allocate(self, size: int) -> Tensor:
+        """Returns pinned memory."""
+        self.allocated += size
+        return super().allocate(size)
+
+
+def make_transport(device: torch.device) -> ImmediateTransport | CountingTransport:
+    """Returns the transport between a device and host memory."""
+    return CountingTransport(device) if device.type == "cuda" else ImmediateTransport()
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Returns the time of one call: by the clock on a GPU, else the CPU time of all threads."""
+    if device.type != "cuda":
+        began = time.process_time()
+        call()
+        return (time.process_time() - began) * 1000
+    torch.cuda.synchronize()
+    began = time.perf_counter()
     call()
-    return (time.process_time() - began) * 1000
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1000
+
+
+def in_turns(
+    calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device
+) -> dict[str, float]:
+    """Calls each once per round, and returns the least milliseconds of each."""
+    times = [[milliseconds(call, device) for call in calls.values()] for _ in range(rounds)]
+    return dict(zip(calls, map(min, zip(*times, strict=True)), strict=True))
+
+
+def make_params(shapes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Parameter]:
+    """Returns parameters with gradients, which are the same at each call."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(elements: int) -> Tensor:
+        shape = (elements // 1024, 1024)
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    params = []
+    for elements in shapes:
+        params.append(Parameter(draw(elements)))
+        params[-1].grad = draw(elements)
+    return params
+
+
+def make_optimizer(params: list[Parameter], form: Configuration) -> AdamW:
+    """Returns our optimizer that stores its states as ``form`` says."""
+    stored: dict[str, Any] = {"master_weights": form.master_weights}
+    return AdamW(params, **ADAMW, **stored, state_dtype=form.state_dtype)
+
+
+def host_bytes(values: Iterable[Any]) -> int:
+    """Returns the bytes of the tensors in host memory, without step counters."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device == CPU)
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns masters, moments and step counters."""
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+# A step and its parts.
+
+
+def measure_form(
+    form: Configuration, shapes: Sequence[int], rounds: int, threads: int, device: torch.device
+) -> tuple[list[str], list[str]]:
+    """Returns the cells of a form's row, and which limits it exceeds."""
+    elements, on_gpu = sum(shapes), device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    params = make_params(shapes, form.dtype or torch.float32, device)
+    others = [Parameter(param.detach().to(CPU, copy=True)) for param in params]
+    for param, other in zip(params, others, strict=True):
+        other.grad = param.grad.to(CPU, copy=True)
+    plain, offloaded = make_optimizer(others, form), make_optimizer(params, form)
+    transport, extra = make_transport(device), make_transport(device)
+    OffloadedStates(offloaded, transport, threads)
+    calls: dict[str, Callable[[], Any]] = {"step": plain.step, "offloaded": offloaded.step}
+    in_turns(calls, 2, device)
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+
+    grads = [param.grad for param in params]
+    spare = [torch.zeros_like(param) for param in params]
+    hosts = [extra.allocate(each.nbytes).view(each.dtype).view(each.shape) for each in grads * 2]
+
+    def copy() -> None:
+        extra.begin()
+        for grad, down, up, target in zip(grads, hosts, hosts[len(grads) :], spare, strict=False):
+            extra.copy_down(down, grad)
+            extra.copy_up(target, up)
+        extra.join(extra.record_down())
+        extra.join(extra.record_up())
+
+    calls["copies"] = copy
+    if on_gpu:
+        calls["memory"], streamed = make_streaming(CPU)
+    found = in_turns(calls, rounds, device)
+    assert all(
+        torch.equal(param.to(CPU), other) for param, other in zip(params, others, strict=True)
+    )
+    parts = [found["step"], found["copies"]]
+    if on_gpu:
+        # States are read and written. Gradients arrive in host memory, and are read. Parameters are
+        # written, and also read if there is no float32 master.
+        passes = 3 if form == MASTERS else 4
+        moved = 2 * host_bytes(states_of(plain)) + passes * host_bytes(others)
+        parts.append(found["memory"] * moved / streamed)
+    ratio = found["offloaded"] / (max(parts) if on_gpu else sum(parts))
+    cells = [*(f"{part:.1f}" for part in parts), f"{found['offloaded']:.1f}", f"{ratio:.2f}"]
+    host = host_bytes(states_of(offloaded)) + transport.allocated
+    cells.append(f"{host / elements:.2f}")
+    wrong = []
+    if ratio > TIME_LIMITS[device.type]:
+        wrong.append(f"{form.name}: the ratio {ratio:.2f} is above {TIME_LIMITS[device.type]}")
+    if on_gpu:
+        rows = training_memory(elements, offloaded=True)
+        (expected,) = [row.gpu for row in rows if row.configuration == form]
+        cells += [f"{peak / elements:.3f}", f"{expected / elements:.3f}"]
+        if abs(peak / expected - 1) > MEMORY_LIMIT:
+            wrong.append(f"{form.name}: the peak of GPU memory differs from the table")
+    return [form.name, *cells], wrong
+
+
+# Other packages.
+
+
+@dataclass
+class Side:
+    """A way to take a step with states in host memory.
+
+    Attributes:
+        name: The name in the table.
+        step: Steps the parameters with their gradients.
+        params: The parameters, on the device.
+        host: Returns the bytes that are in host memory between steps.
+    """
+
+    name: str
+    step: Callable[[], Any]
+    params: list[Parameter]
+    host: Callable[[], int]
+
+
+def by_amp_ext(
+    form: Configuration, params: list[Parameter], threads: int, device: torch.device
+) -> Side:
+    """Returns ``offload_states`` with our AdamW."""
+    optimizer, transport = make_optimizer(params, form), make_transport(device)
+    OffloadedStates(optimizer, transport, threads)
+
+    def host() -> int:
+        return host_bytes(states_of(optimizer)) + transport.allocated
+
+    return Side(f"amp_ext, {form.name}", optimizer.step, params, host)
+
+
+@torch.no_grad()
+def by_deepspeed(params: list[Parameter], keeps_buffers: bool) -> Side:
+    """Returns a loop around float32 masters and ``DeepSpeedCPUAdam``, as one writes it by hand.
+
+    Args:
+        params: The parameters, on the device.
+        keeps_buffers: True keeps the float32 gradients, and a 16-bit buffer for the copies in both
+            directions, which is pinned for a GPU. Otherwise each step makes new tensors.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search for other devices
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    masters = [Parameter(param.detach().to(CPU, torch.float32)) for param in params]
+    optimizer = DeepSpeedCPUAdam(masters, **ADAMW)
+    is_pinned, buffers = params[0].is_cuda, []
+    if keeps_buffers:
+        for param, master in zip(params, masters, strict=True):
+            buffers.append(torch.zeros_like(param, device=CPU, pin_memory=is_pinned))
+            master.grad = torch.zeros_like(master)
+
+    def wait() -> None:
+        if is_pinned:
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def step_with_buffers() -> None:
+        for param, buffer in zip(params, buffers, strict=True):
+            buffer.copy_(param.grad, non_blocking=True)
+        wait()
+        for master, buffer in zip(masters, buffers, strict=True):
+            master.grad.copy_(buffer)
+        optimizer.step()
+        for param, master, buffer in zip(params, masters, buffers, strict=True):
+            buffer.copy_(master)
+            param.copy_(buffer, non_blocking=True)
+
+    @torch.no_grad()
+    def step_with_new_tensors() -> None:
+        for param, master in zip(params, masters, strict=True):
+            master.grad = param.grad.to(CPU, copy=True).float()
+        optimizer.step()
+        for param, master in zip(params, masters, strict=True):
+            param.copy_(master.to(param.dtype))
+
+    def host() -> int:
+        grads = [master.grad for master in masters]
+        return host_bytes([*masters, *grads, *buffers, *states_of(optimizer)])
+
+    if keeps_buffers:
+        return Side("DeepSpeed, buffers kept", step_with_buffers, params, host)
+    return Side("DeepSpeed, new tensors", step_with_new_tensors, params, host)
+
+
+def by_torchao(form: Configuration, params: list[Parameter]) -> Side:
+    """Returns torchao's ``CPUOffloadOptimizer``, which copies gradients in the backward pass."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    grads = [param.grad for param in params]
+    optimizer = CPUOffloadOptimizer(params, torch.optim.AdamW, **ADAMW)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(params, grads)
+        optimizer.step()
+
+    def host() -> int:
+        copies = optimizer.param_d2h_map.values()
+        states = [states_of(each) for each in optimizer.optim_dict.values()]
+        return host_bytes([*copies, *(copy.grad for copy in copies), *itertools.chain(*states)])
+
+    return Side(f"torchao, {form.name}", step, params, host)
+
+
+def groups_of(
+    shapes: Sequence[int], threads: int, device: torch.device
+) -> list[list[Callable[[], Side]]]:
+    """Returns functions that make the sides, in groups that are compared with each other."""
+
+    def made(form: Configuration) -> list[Parameter]:
+        return make_params(shapes, form.dtype or torch.float32, device)
+
+    def ours(form: Configuration) -> Callable[[], Side]:
+        return lambda: by_amp_ext(form, made(form), threads, device)
+
+    def torchao(form: Configuration) -> Callable[[], Side]:
+        return lambda: by_torchao(form, made(form))
+
+    groups = [
+        [
+            ours(MASTERS),
+            ours(SPLIT),
+            lambda: by_deepspeed(made(MASTERS), keeps_buffers=True),
+            lambda: by_deepspeed(made(MASTERS), keeps_buffers=False),
+        ]
+    ]
+    if device.type == "cuda":
+        groups += [[ours(form), torchao(form)] for form in (FP32, NARROW)]
+    return groups
+
+
+def compare(
+    makers: list[Callable[[], Side]], rounds: int, device: torch.device
+) -> tuple[list[list[str]], list[str]]:
+    """Returns the rows of a group, with the heading, and why sides are missing."""
+    sides, missing = [], []
+    for make in makers:
+        try:
+            sides.append(make())
+            sides[-1].step()  # creates states, or fails
+        except Exception as error:  # a package may be missing, or may not build
+            if sides:
+                missing.append(reason(error))
+    found = in_turns({side.name: side.step for side in sides}, rounds, device)
+    ours = [name for name in found if name.startswith("amp_ext")]
+    rows = [["", "ms", *(f"÷ {name.partition(', ')[2]}" for name in ours), "host, B/param."]]
+    for side in sides:
+        ratios = (f"{found[side.name] / found[name]:.2f}" for name in ours)
+        size = side.host() / sum(param.numel() for param in side.params)
+        rows.append([side.name, f"{found[side.name]:.1f}", *ratios, f"{size:.2f}"])
+    return rows, list(dict.fromkeys(missing))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line, and prints the times."""
+    """Reads the command line, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensors", type=int, default=4, help="how many there are (4)")
-    parser.add_argument("--elements", type=int, default=8 << 20, help="of each tensor (8M)")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each runs (20)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tensors", type=int, help="how many there are (4; on a GPU 16)")
+    parser.add_argument("--elements", type=int, help="of each tensor (8M; on a GPU 32M)")
+    parser.add_argument("--rounds", type=int, help="how often each side runs (20; on a GPU 8)")
+    parser.add_argument("--threads", type=int, help="of the CPU (1; with a GPU, torch's number)")
+    parser.add_argument("--check", action="store_true", help="fails if a limit is exceeded")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    rows = [["form", "step, ms", "copy, ms", "offloaded step, ms", "ratio"]]
-    for name, (dtype, kept) in FORMS.items():
-        shape = (options.elements // 1024, 1024)
-        params = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(options.tensors)]
-        others = [param.detach().clone().requires_grad_() for param in params]
-        for param, other in zip(params, others, strict=True):
-            param.grad = torch.randn(shape).to(dtype)
-            other.grad = param.grad.clone()
-        plain, offloaded = AdamW(params, **kept), AdamW(others, **kept)
-        OffloadedStates(offloaded, ImmediateTransport(), threads=1)
-        targets = [torch.zeros_like(param) for param in params for _ in range(2)]
-        sources = [tensor for param in params for tensor in (param.grad, param.detach())]
+    device, on_gpu = torch.device(options.device), options.device == "cuda"
+    threads = options.threads or (torch.get_num_threads() if on_gpu else 1)
+    torch.set_num_threads(threads)
+    rounds = options.rounds or (8 if on_gpu else 20)
+    elements = options.elements or (32 << 20 if on_gpu else 8 << 20)
+    shapes = [elements] * (options.tensors or (16 if on_gpu else 4))
+    print("\n".join(describe(device)))
+    print(f"{len(shapes)} tensors of {elements} elements, milliseconds\n")
 
-        def copy(targets: list[Tensor] = targets, sources: list[Any] = sources) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+    heading = ["form", "step", "copies", *["memory"] * on_gpu, "offloaded", "ratio"]
+    heading += ["host, B/param.", *["GPU, B/param.", "GPU, table"] * on_gpu]
+    rows, wrong = [heading], []
+    for form in FORMS:
+        cells, exceeded = measure_form(form, shapes, rounds, threads, device)
+        rows.append(cells)
+        wrong += exceeded
+        gc.collect()  # frees the optimizers, which are in reference cycles
+    print(format_table(rows), flush=True)
 
-        calls = (plain.step, copy, offloaded.step)
-        times = [[milliseconds(call) for call in calls] for _ in range(options.rounds)]
-        step, copied, both = map(min, zip(*times, strict=True))
-        assert all(map(torch.equal, params, others))
-        figures = (step, copied, both, both / (step + copied))
-        rows.append([name, *(f"{figure:.2f}" for figure in figures)])
-    print(format_table(rows))
-    return 0
+    for makers in groups_of(shapes, threads, device):
+        rows, missing = compare(makers, rounds, device)
+        print("\n".join(["", format_table(rows), *(f"not measured: {why}" for why in missing)]))
+        gc.collect()
+    if not on_gpu:
+        print("not measured: torchao's CPUOffloadOptimizer, which needs a GPU")
+    print("".join(f"\n{line}" for line in wrong))
+    return 1 if wrong and options.check else 0
 
 
 if __name__ == "__main__":
