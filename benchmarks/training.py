@@ -3,11 +3,11 @@
     python benchmarks/training.py --device cpu --tiny                               # under a minute
     python benchmarks/training.py --device cuda --seconds 200 --out results/training
 
-A run trains one model for 200 steps with one of nine configurations (``SIDES``) and one seed. Runs
-with the same model and seed have the same initial parameters and the same data. The GPT has 124M
-parameters and learns a random language: a token follows from the previous one by one of four rules,
-or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, and learns noisy images of
-random patterns.
+A run trains one model for 200 steps with one of eleven configurations (``SIDES``) and one seed.
+Runs with the same model and seed have the same initial parameters and the same data. The GPT has
+124M parameters and learns a random language: a token follows from the previous one by one of four
+rules, or is drawn by Zipf's law. The ResNet has 110 layers and 331 tensors, and learns noisy images
+of random patterns.
 
 ``training.json`` and ``training.md`` are rewritten after each run; ``training.png`` is drawn at the
 end, and again by ``benchmarks/plot.py training.json picture.png``. Times exclude the warm-up steps.
@@ -24,6 +24,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -33,12 +34,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from offload import make_transport
 from peers import buffered, digits
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 import amp_ext
 from amp_ext.bench.measure import describe
+from amp_ext.optim.offload import OffloadedStates
 from amp_ext.program import run_program
 
 MAX_NORM = 1.0
@@ -236,6 +239,7 @@ class Side:
     ours: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # extra options of our optimizer
     released: bool = False  # whether backward() steps each parameter and frees its gradient
+    offloaded: bool = False  # whether masters and moments are in host memory
 
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -259,6 +263,11 @@ SIDES = [
         NARROW, "amp_ext, 5 bytes", dtype=BF16, ours=True, released=True,
         options={"master_weights": "split8", "state_dtype": "8bit"},
     ),
+    Side(NARROW, "amp_ext, offloaded", dtype=BF16, ours=True, offloaded=True),
+    Side(
+        NARROW, "amp_ext, offloaded, 5 bytes", dtype=BF16, ours=True, offloaded=True,
+        options={"master_weights": "split8", "state_dtype": "8bit"},
+    ),
 ]  # fmt: skip
 
 
@@ -268,6 +277,7 @@ class Loop:
     def __init__(self, side: Side, params: list[Parameter], options: dict[str, Any]) -> None:
         device = params[0].device.type
         self.scaler: torch.amp.GradScaler | None = None
+        self.offload: OffloadedStates | None = None
         if side.ours:
             clipping = {"max_grad_norm": MAX_NORM} if side.scaled else {}
             self.optimizer: Any = amp_ext.optim.AdamW(params, **options, **clipping, **side.options)
@@ -275,6 +285,8 @@ class Loop:
                 self.scaler = amp_ext.GradScaler(device)
             if side.released:
                 amp_ext.optim.release_gradients(self.optimizer, self.scaler)
+            if side.offloaded:
+                self.offload = OffloadedStates(self.optimizer, make_transport(params[0].device))
             self.update = self.step
             return
         stepped = params
@@ -308,10 +320,15 @@ class Loop:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def bytes_kept(self, params: list[Parameter]) -> int:
-        """Returns the bytes of parameters, masters, gradients and states between steps."""
+        """Returns the bytes of parameters, masters, gradients and states between steps.
+
+        Offloaded states and the host copies of parameters count, too.
+        """
         tensors: list[Tensor] = []
         for param in [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]:
             tensors += [param] if param.grad is None else [param, param.grad]
+        if self.offload is not None:
+            tensors += [self.offload.host_of(param) for param in params]
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
@@ -517,6 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="no run begins that may end after these"
     )
+    parser.add_argument("--sides", default="", help="a pattern: only the sides with such names")
     parser.add_argument("--out", type=Path, help="takes training.json, training.md, training.png")
     options = parser.parse_args(arguments)
 
@@ -526,7 +544,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (options.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
             (options.out / "training.md").write_text(markdown(result) + "\n")
 
-    chosen = [(name, side) for name in TASKS for side in SIDES]
+    sides = [side for side in SIDES if re.search(options.sides, side.name)]
+    chosen = [(name, side) for name in TASKS for side in sides]
     sizes, device = TINY if options.tiny else FULL, torch.device(options.device)
     if options.tiny:
         torch.set_num_threads(1)  # more threads gain nothing with such small tensors

@@ -41,7 +41,7 @@ def test_every_side_trains_both_models_with_three_seeds(trained):
         assert sum(run["losses"][-5:]) < sum(run["losses"][:5])
     assert (folder / "training.md").read_text().count(
         "±"
-    ) == 18 + 12  # losses, and what lies between ours and torch's
+    ) == 22 + 16  # losses, and what lies between ours and torch's
     plot.draw(result, folder / "again.png")
     assert (folder / "training.png").read_bytes() == (folder / "again.png").read_bytes()
 
@@ -55,6 +55,18 @@ def test_sides_of_a_group_see_the_same_and_learn_the_same(trained):
         torchs = runs[model, by_torch, group, seed]
         assert run["losses"][0] == torchs["losses"][0], (model, side)
         assert run["losses"][-1] == pytest.approx(torchs["losses"][-1], rel=0.05), (model, side)
+
+
+@pytest.mark.slow
+def test_sides_with_states_in_host_memory_learn_with_the_same_bits(trained):
+    _, result = trained
+    losses = {(run["model"], run["side"], run["seed"]): run["losses"] for run in result["runs"]}
+    for model, seed in itertools.product(TASKS, range(3)):
+        for plain, offloaded in (
+            ("amp_ext, float32 masters", "amp_ext, offloaded"),
+            ("amp_ext, split8, 8bit states", "amp_ext, offloaded, 5 bytes"),
+        ):
+            assert losses[model, offloaded, seed] == losses[model, plain, seed]
 
 
 @pytest.mark.slow
@@ -76,6 +88,8 @@ def test_bytes_are_those_of_parameters_gradients_masters_and_moments(trained):
         2 + 2 + 2 + 4,
         2 + 2 + 1 + 2,
         2 + 1 + 2,
+        2 + 2 + 2 + 4 + 8,  # the host copy of the parameter
+        2 + 2 + 2 + 1 + 2,
     ]
     for side, size in zip(SIDES, expected, strict=True):
         # Steps, and the exponents of blocks whose moments have 8 bits.
@@ -106,6 +120,15 @@ def test_a_run_that_fails_leaves_the_others_and_none_begins_too_late(monkeypatch
     assert result["failed"][0].endswith("seed 0: RuntimeError: out of memory")
     assert result["failed"][0] in training.markdown(result)
     plot.draw(result, tmp_path / "training.png")
+
+
+def test_a_pattern_chooses_the_sides(monkeypatch, capsys):
+    monkeypatch.setattr(training, "train", lambda name, side, *rest: {}[side.name])
+    threads = torch.get_num_threads()
+    assert training.main(["--tiny", "--sides=offloaded$"]) == 1
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert printed.count("failed") == printed.count("amp_ext, offloaded, seed") == 6
 
 
 def test_the_full_gpt_has_124_million_parameters_and_the_resnet_many_small_tensors():
