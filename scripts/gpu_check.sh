@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Checks and measures amp_ext on a GPU. Each of the three lists of checks takes at most nine minutes.
+# Checks and measures amp_ext on a GPU. Each of the four lists of checks takes at most nine minutes.
 #
-#   scripts/gpu_check.sh [--list kernels|training|tests] [--dry-run] [FOLDER]
+#   scripts/gpu_check.sh [--list kernels|training|offload|tests] [--dry-run] [FOLDER]
 #
 #   --list kernels    (default) builds, then tests bits and bandwidth of the kernels, with sanitizers
 #   --list training   builds, then times complete training runs and other packages' optimizers
+#   --list offload    builds, then tests and times steps with states in host memory
 #   --list tests      builds, then runs the whole test suite and times other kernel configurations
 #   --dry-run         prints each check (row) with its time limit, and the sum of the limits
 #   FOLDER            folder for logs, figures and report.txt (results/gpu_check-LIST)
@@ -21,7 +22,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 usage() {
-  echo "usage: scripts/gpu_check.sh [--list kernels|training|tests] [--dry-run] [FOLDER]" >&2
+  echo "usage: scripts/gpu_check.sh [--list kernels|training|offload|tests] [--dry-run] [FOLDER]" >&2
   exit 2
 }
 
@@ -35,7 +36,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $list =~ ^(kernels|training|tests)$ ]] || usage
+[[ $list =~ ^(kernels|training|offload|tests)$ ]] || usage
 out=${out:-results/gpu_check-$list}
 python=${PYTHON:-python3}
 seconds_in_all=${SECONDS_IN_ALL:-540}
@@ -138,6 +139,13 @@ case $list in
   training)
     row training 205 "$python" benchmarks/training.py --device cuda --seconds 190 --out "$out"
     row peers 130 "$python" benchmarks/peers.py --device cuda --seconds 115 --out "$out"
+    ;;
+  offload)
+    row equality 40 "${gpu_tests[@]}" -k offload
+    # Fails if a step takes much longer than its slowest part, or the peak of GPU memory is not as documented.
+    row steps 190 "$python" benchmarks/offload.py --device cuda --check
+    row training 110 "$python" benchmarks/training.py --device cuda --seconds 95 --out "$out" \
+      --sides 'by hand|float32 masters|split8|5 bytes|offloaded'
     ;;
   tests)
     parallel=()

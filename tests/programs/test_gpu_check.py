@@ -15,6 +15,7 @@ SIDE_BY_SIDE = ["bits", "gpu-tests", "memcheck", "racecheck", "synccheck", "init
 ROWS = {
     "kernels": ["build", "sequences", "fast-path", "bandwidth", *SIDE_BY_SIDE],
     "training": ["build", "training", "peers"],
+    "offload": ["build", "equality", "steps", "training"],
     "tests": ["build", "suite", "tuning-build", "tuning"],
 }
 
