@@ -383,7 +383,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tensors", type=int, help="how many there are (4; on a GPU 16)")
-    parser.add_argument("--elements", type=int, help="of each tensor (8M; on a GPU 32M)")
+    parser.add_argument(
+        "--elements", type=int, help="of each tensor, a multiple of 1024 (8M; on a GPU 32M)"
+    )
     parser.add_argument("--rounds", type=int, help="how often each side runs (20; on a GPU 8)")
     parser.add_argument("--threads", type=int, help="of the CPU (1; with a GPU, torch's number)")
     parser.add_argument("--check", action="store_true", help="fails if a limit is exceeded")
