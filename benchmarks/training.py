@@ -265,7 +265,7 @@ SIDES = [
     ),
     Side(NARROW, "amp_ext, offloaded", dtype=BF16, ours=True, offloaded=True),
     Side(
-        NARROW, "amp_ext, offloaded, 5 bytes", dtype=BF16, ours=True, offloaded=True,
+        NARROW, "amp_ext, offloaded, 5 bytes", dtype=BF16, ours=True, released=True, offloaded=True,
         options={"master_weights": "split8", "state_dtype": "8bit"},
     ),
 ]  # fmt: skip

@@ -64,7 +64,7 @@ def test_sides_with_states_in_host_memory_learn_with_the_same_bits(trained):
     for model, seed in itertools.product(TASKS, range(3)):
         for plain, offloaded in (
             ("amp_ext, float32 masters", "amp_ext, offloaded"),
-            ("amp_ext, split8, 8bit states", "amp_ext, offloaded, 5 bytes"),
+            ("amp_ext, 5 bytes", "amp_ext, offloaded, 5 bytes"),
         ):
             assert losses[model, offloaded, seed] == losses[model, plain, seed]
 
@@ -89,7 +89,7 @@ def test_bytes_are_those_of_parameters_gradients_masters_and_moments(trained):
         2 + 2 + 1 + 2,
         2 + 1 + 2,
         2 + 2 + 2 + 4 + 8,  # the host copy of the parameter
-        2 + 2 + 2 + 1 + 2,
+        2 + 2 + 1 + 2,
     ]
     for side, size in zip(SIDES, expected, strict=True):
         # Steps, and the exponents of blocks whose moments have 8 bits.
