@@ -1,7 +1,7 @@
 """Times a step with states in host memory: compared with its parts, and with other packages.
 
     python benchmarks/offload.py                   # on a CPU, one thread; half a minute
-    python benchmarks/offload.py --device cuda     # on a GPU; two minutes
+    python benchmarks/offload.py --device cuda     # on a GPU
 
 The parts are the same optimizer's step on the CPU (``step``) and the copies of all gradients and
 updated parameters (``copies``). Without a GPU, the copies stay within host memory and run at once,
