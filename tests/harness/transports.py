@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import random
 import threading
 import time
@@ -49,7 +50,8 @@ class Queue:
             for target, source in copies:
                 if self.delay:
                     time.sleep(self.random.random() * self.delay)
-                target.copy_(source)
+                # Both are dense. ThreadSanitizer watches this call, unlike a copy of torch.
+                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
             item.is_passed.set()
 
     def has_event(self) -> bool:
