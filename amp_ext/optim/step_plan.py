@@ -22,7 +22,43 @@ from amp_ext.sharding import (
     sum_over_ranks,
 )
 
-__all__ = ["StepPlan"]
+__all__ = ["StepPlan", "place_params"]
+
+
+Row = tuple[int, int, Tensor, "int | None", int]
+
+
+def place_params(
+    name: str, optimizer: Any, specs: Sequence[ops.StateSpec]
+) -> tuple[ShardedOver, list[PlacedParam], list[Row]]:
+    """Lists the parameters of all groups, for the compiled module to register.
+
+    Args:
+        name: The name of the optimizer, for errors.
+        optimizer: The optimizer.
+        specs: The specification of the states, for each group.
+
+    Returns:
+        The process groups over which parameters are sharded, the parameters, and for each of them
+        its group, its index there, the parameter, its partition, and the offset of its shard.
+
+    Raises:
+        TypeError: If a parameter is not a tensor.
+        ValueError: If a DTensor is neither sharded nor replicated.
+    """
+    sharded_over, placed_params, rows = ShardedOver(), [], []
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            placed = PlacedParam(specs[group_index], param, group_index, index)
+            where = f"{name}: param of {placed}"
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{where} must be a tensor, got {type(param).__name__}")
+            partition, first = None, 0
+            if is_dtensor(param):
+                partition, first = sharded_over.add(param, where), global_offset(param)
+            rows.append((group_index, index, param, partition, first))
+            placed_params.append(placed)
+    return sharded_over, placed_params, rows
 
 
 class StepPlan:
@@ -100,21 +136,14 @@ class StepPlan:
             ValueError: If a DTensor is neither sharded nor replicated.
         """
         self.forget()  # first, so that an interrupt leaves an empty plan, not half of a plan
-        sharded_over, placed_params, dtensors = ShardedOver(), [], []
-        registered: list[tuple[int, int, Tensor, int | None, int]] = []
-        for group_index, group in enumerate(optimizer.param_groups):
-            for index, param in enumerate(group["params"]):
-                name = f"{self._name}: param of group {group_index}, param {index}"
-                if not isinstance(param, Tensor):
-                    raise TypeError(f"{name} must be a tensor, got {type(param).__name__}")
-                partition, first = None, 0
-                if is_dtensor(param):
-                    partition, first = sharded_over.add(param, name), global_offset(param)
-                    dtensors.append((len(registered), param, name))
-                registered.append((group_index, index, param, partition, first))
-                placed_params.append(PlacedParam(specs[group_index], param, group_index, index))
+        sharded_over, placed_params, rows = place_params(self._name, optimizer, specs)
+        dtensors = [
+            (index, placed.param, f"{self._name}: param of {placed}")
+            for index, placed in enumerate(placed_params)
+            if is_dtensor(placed.param)
+        ]
         self._set(sharded_over, placed_params, dtensors)
-        self.compiled.register_params(optimizer, operation, registered)
+        self.compiled.register_params(optimizer, operation, rows)
 
     @property
     def params(self) -> list[Tensor]:

@@ -88,38 +88,31 @@ struct FusedOptimizer::Operation : Session {
   }
 };
 
-// Creates missing states for a step, and stores them in the optimizer.
-class FusedOptimizer::Store : public StateStore {
- public:
-  Store(FusedOptimizer& optimizer, const std::vector<StateSpec>& specs)
-      : optimizer_(optimizer), specs_(specs) {}
-
-  std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    params_.clear();  // a trial step calls make() once for each parameter
-    for (const int64_t number : indices) {
-      const ParamSlot& slot = optimizer_.impl_->plan->params().slots()[number];
-      params_.push_back({slot.param(), slot.param(), static_cast<size_t>(slot.group),
-                         static_cast<size_t>(slot.index_in_group)});
-    }
-    made_ = optimizer_.init_states(specs_, params_);
-    std::vector<ParamState> states;
-    for (size_t i = 0; i < indices.size(); ++i) {
-      states.push_back(state_of_step(specs_[params_[i].group], params_[i], made_[i]));
-    }
-    return states;
+std::vector<ParamState> FusedOptimizer::Store::make(const std::vector<int64_t>& indices) {
+  params_.clear();  // a trial step calls make() once for each parameter
+  for (const int64_t number : indices) {
+    const ParamSlot& slot = table_.slots()[number];
+    params_.push_back({slot.param(), slot.param(), static_cast<size_t>(slot.group),
+                       static_cast<size_t>(slot.index_in_group)});
   }
-
-  void keep() override {
-    optimizer_.keep_states(params_, std::move(made_));
-    optimizer_.impl_->state_count = optimizer_.state_.size();
+  made_ = optimizer_.init_states(specs_, params_);
+  std::vector<ParamState> states;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    states.push_back(state_of_step(specs_[params_[i].group], params_[i], made_[i]));
   }
+  return states;
+}
 
- private:
-  FusedOptimizer& optimizer_;
-  const std::vector<StateSpec>& specs_;
-  std::vector<ParamRef> params_;
-  std::vector<StateMap> made_;
-};
+void FusedOptimizer::Store::keep() {
+  if (seen_ != nullptr && !made_.empty()) *seen_ = made_[0];
+  optimizer_.keep_states(params_, std::move(made_));
+  optimizer_.impl_->state_count = optimizer_.state_.size();
+}
+
+void FusedOptimizer::Store::warn_of_write(size_t index) {
+  const ParamSlot& slot = table_.slots()[index];
+  TORCH_WARN(warning_of_write(table_.operation(), place(slot.group, slot.index_in_group)));
+}
 
 at::Tensor FusedOptimizer::step(LossClosure closure) {
   checked("step");
@@ -144,9 +137,11 @@ at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scale, const at::T
 void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
   const std::shared_ptr<Released> released = checked("step").released;
   if (released == nullptr) return run_step(grad_scale, found_inf, {}, {});
-  const auto found = released->found_before_step(grad_scale, found_inf);
+  released->check_caller_of_step(grad_scale.defined() || found_inf.defined(), grad_scale.defined());
+  const auto found =
+      released->scaler == nullptr ? released->scan() : std::exchange(released->found, {});
   run_step(grad_scale, found_inf, found.sum_of_squares, found.squares_of_params);
-  released->complete();
+  released->complete(released->plan());
 }
 
 // Steps all parameters that have a gradient. The sums of squares are those that hooks have found.
@@ -160,12 +155,11 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
   GradientOptions options = operation.gradient_options(
       if_defined(grad_scale), if_defined(found_inf), if_defined(sum_of_squares));
   const ParamTable& params = operation.plan.params();
+  Store store(*this, operation.specs, params);
   if (const auto index = operation.plan.last_step().find_uncounted_write(params)) {
-    const ParamSlot& slot = params.slots()[*index];
-    TORCH_WARN(warning_of_write(params.operation(), place(slot.group, slot.index_in_group)));
+    store.warn_of_write(*index);
   }
   try {
-    Store store(*this, operation.specs);
     operation.plan.step(operation.table, std::move(options), store, squares_of_params);
   } catch (c10::Error& error) {
     if (!operation.plan.failure().empty()) {
@@ -179,7 +173,7 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
 std::optional<GradientScan> FusedOptimizer::scan_gradients(const at::Tensor& found_inf,
                                                            const at::Tensor& grad_scale) {
   if (const auto released = checked("scan_gradients").released) {
-    released->found = released->collect();
+    released->found = released->scan();
     GradientScan scan{released->found.skipped, released->found.first_nonfinites};
     scan.counts_tensors = true;
     return scan;

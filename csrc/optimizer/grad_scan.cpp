@@ -56,6 +56,14 @@ GradScan& scan_of(std::vector<GradScan>& scans, const ParamTable& params, const 
   return scan;
 }
 
+// Adds a gradient to a scan, or a copy of a gradient with gaps in memory.
+void add_gradient(GradScan& scan, const at::Tensor& grad, int64_t index) {
+  const bool is_dense = grad.is_non_overlapping_and_dense();
+  if (!is_dense) scan.contiguous_copies.push_back(grad.contiguous());
+  const at::Tensor& dense = is_dense ? grad : scan.contiguous_copies.back();
+  scan.all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()), index));
+}
+
 // Prepares the scans of all gradients, one for each device and partition.
 std::vector<GradScan> prepare_scans(ParamTable& params, const GradScanInputs& inputs) {
   check_scalar(params.operation(), "found_inf", inputs.found_inf);
@@ -74,41 +82,43 @@ std::vector<GradScan> prepare_scans(ParamTable& params, const GradScanInputs& in
     params.checks().check_grad(slot);
     GradScan& scan = scan_of(scans, params, slot, inputs);
     slot.see_grad();
-    const bool is_dense = slot.grad().is_non_overlapping_and_dense();
-    if (!is_dense) scan.contiguous_copies.push_back(slot.grad().contiguous());
-    const at::Tensor& dense = is_dense ? slot.grad() : scan.contiguous_copies.back();
-    scan.all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()),
-                                          static_cast<int64_t>(index)));
+    add_gradient(scan, slot.grad(), static_cast<int64_t>(index));
   }
   return scans;
 }
 
-void launch_scans(std::vector<GradScan>& scans, const GradScanInputs& inputs,
-                  StepScratch& scratch) {
-  for (GradScan& scan : scans) {
-    const GradScanResult& result = scan.result;
-    const at::Device device = result.found_inf.device();
-    const at::Tensor scale =
-        inputs.grad_scale.has_value() ? scalar_on(device, *inputs.grad_scale) : at::Tensor();
-    int64_t* const first_nonfinite = result.first_nonfinite.defined()
-                                         ? result.first_nonfinite.mutable_data_ptr<int64_t>()
-                                         : nullptr;
-    const GradScanLaunch launch{scan.all_args.data(),  static_cast<int64_t>(scan.all_args.size()),
-                                float_data(scale),     result.found_inf.mutable_data_ptr<float>(),
-                                first_nonfinite,       double_data(result.sum_of_squares),
-                                inputs.skip_nonfinite, double_data(result.squares_of_params)};
-    engine_of(device).scan(device, launch, scratch);
-    scan.all_args.clear();
-    scan.contiguous_copies.clear();
-  }
+void launch_scan(GradScan& scan, const GradScanInputs& inputs, StepScratch& scratch) {
+  const GradScanResult& result = scan.result;
+  const at::Device device = result.found_inf.device();
+  const at::Tensor scale =
+      inputs.grad_scale.has_value() ? scalar_on(device, *inputs.grad_scale) : at::Tensor();
+  int64_t* const first_nonfinite = result.first_nonfinite.defined()
+                                       ? result.first_nonfinite.mutable_data_ptr<int64_t>()
+                                       : nullptr;
+  const GradScanLaunch launch{scan.all_args.data(),  static_cast<int64_t>(scan.all_args.size()),
+                              float_data(scale),     result.found_inf.mutable_data_ptr<float>(),
+                              first_nonfinite,       double_data(result.sum_of_squares),
+                              inputs.skip_nonfinite, double_data(result.squares_of_params)};
+  engine_of(device).scan(device, launch, scratch);
+  scan.all_args.clear();
+  scan.contiguous_copies.clear();
 }
 
 }  // namespace
 
+void scan_gradient(const ParamTable& params, int64_t index, const GradScanResult& result,
+                   const GradScanInputs& inputs, StepScratch& scratch) {
+  const ParamSlot& slot = params.slots().front();
+  params.checks().check_grad(slot);
+  GradScan scan{result};
+  add_gradient(scan, slot.grad(), index);
+  launch_scan(scan, inputs, scratch);
+}
+
 std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,
                                      StepScratch& scratch) {
   std::vector<GradScan> scans = prepare_scans(params, inputs);
-  launch_scans(scans, inputs, scratch);
+  for (GradScan& scan : scans) launch_scan(scan, inputs, scratch);
   return scans;
 }
 
@@ -133,7 +143,7 @@ std::vector<GradScanResult> GradScans::scan(ParamTable& params, const GradScanIn
     scan.result.first_nonfinite = first_nonfinite_on(scan.result.found_inf.device());
     results.push_back(scan.result);
   }
-  launch_scans(scans, inputs, scratch);
+  for (GradScan& scan : scans) launch_scan(scan, inputs, scratch);
   if (!params.is_partitioned()) scans_ = std::move(scans);
   return results;
 }

@@ -4,9 +4,10 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/nansum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,17 +19,31 @@ namespace amp_ext {
 
 namespace {
 
-// Drops the references to the parameter and its gradient when a hook ends.
-struct Releases {
-  explicit Releases(ParamTable& table) : table(table) {}
-  ~Releases() { table.release_params(); }
-  Releases(const Releases&) = delete;
-  Releases& operator=(const Releases&) = delete;
-
-  ParamTable& table;
-};
+constexpr const char* kWrongScaler =
+    ": the gradients of this optimizer are released with another scaler, or without one. Pass this "
+    "scaler when you release them.";
 
 }  // namespace
+
+void ReleaseOptions::read(const std::string& optimizer,
+                          const optim::OptimizerDescription& description,
+                          const std::vector<const optim::GroupOptions*>& groups) {
+  GroupSettings::read(optimizer, description, groups);
+  for (size_t index = 0; index < groups.size(); ++index) {
+    const auto group = static_cast<int64_t>(index);
+    for (const optim::OptionDescription& option : description.options) {
+      if (option.type > optim::OptionType::kFlag) continue;  // not a number
+      const OptionalTensor& lr = table.groups[index].lr;
+      if (option.type == optim::OptionType::kLearningRate && lr.has_value()) {
+        numbers.push_back(
+            {group, option.name, static_cast<double>(version_of(*lr)), lr->unsafeGetTensorImpl()});
+        continue;
+      }
+      for (size_t i = 0; i < std::max<size_t>(option.fields.size(), 1); ++i)
+        numbers.push_back({group, option.name, groups[index]->number(option, i)});
+    }
+  }
+}
 
 // The claim comes first, because it refuses a thread that already holds it. A loaded state dict
 // replaces the plan, so hooks of the old plan need the mutex as well.
@@ -36,46 +51,65 @@ GradientRelease::Lock::Lock(GradientRelease& release, Plan& plan)
     : release_(release), claim_(plan, "backward", /*waits=*/true), lock_(release.mutex_) {}
 
 GradientRelease::Lock::~Lock() {
-  if (std::uncaught_exceptions() > exceptions_) release_.has_failed_ = true;
+  const bool is_failing = std::uncaught_exceptions() > exceptions_;
+  if (is_failing && release_.is_open()) release_.stage_ = Stage::kFailed;
 }
 
 std::string GradientRelease::progress() const {
   return c10::str(stepped_, " of ", params_.size(), " parameters");
 }
 
-void GradientRelease::check_options(const GroupSettings& groups, const Plan& owner) const {
+void GradientRelease::check_options(const ReleaseOptions& options, const Plan& owner) const {
   const char* const start = ": gradients can't be released with ";
   TORCH_CHECK(owner.outputs().guard() == nullptr, optimizer_, start,
               "a norm_guard, which needs all gradients at once. Remove the guard.");
-  TORCH_CHECK(!groups.clipping.max_grad_norm.has_value(), optimizer_, start,
+  TORCH_CHECK(!options.clipping.max_grad_norm.has_value(), optimizer_, start,
               "max_grad_norm, which needs all gradients at once. Set it to None, and clip single "
               "elements with clip_value.");
-  for (const GroupTable::Entry& group : groups.table.groups) {
+  for (const GroupTable::Entry& group : options.table.groups) {
     TORCH_CHECK(!group.common->write_back_grads, optimizer_, start,
                 "write_back_grads, which needs gradients that stay. Set it to False.");
   }
+  if (!is_open()) return;
+  const auto [before, now] = std::mismatch(options_.numbers.begin(), options_.numbers.end(),
+                                           options.numbers.begin(), options.numbers.end());
+  if (before == options_.numbers.end()) return;  // groups may have been added
+  TORCH_CHECK(false, optimizer_, ".step: ", before->option, " of group ", before->group,
+              " changed after ", progress(),
+              " had been stepped with its old value. Change options between step() and backward(), "
+              "and step schedulers after step().");
 }
 
-void GradientRelease::begin(Inputs inputs) {
-  inputs_ = std::move(inputs);
+void GradientRelease::begin(ReleaseOptions options, const Plan& owner) {
+  const OptionalTensor& scale = options.scale;
+  TORCH_CHECK(scaler_ == nullptr || scale.has_value(), optimizer_,
+              ": the gradients are not scaled. Call scaler.scale(loss).backward() with the scaler "
+              "with which they are released.");
+  const int64_t version = scale.has_value() ? version_of(*scale) : 0;
+  const bool was_updated = scaler_ == nullptr || stage_ != Stage::kCollected ||
+                           !scale->is_same(*options_.scale) || version != version_of_scale_;
+  TORCH_CHECK(was_updated, optimizer_,
+              ": a gradient arrived after step(), before the scaler's update(). Call "
+              "scaler.update() after each scaler.step().");
+  stage_ = Stage::kClosed;
+  check_options(options, owner);
+  options_ = std::move(options);
+  version_of_scale_ = version;
+  const bool tracks = owner.outputs().tracks_grad_norms();
+  if (std::exchange(tracks_grad_norms_, tracks) != tracks) results_.clear();
   for (Param& param : params_) param.is_stepped = false;
-  for (OfDevice& device : devices_) device.is_used = false;
   stepped_ = 0;
-  has_failed_ = false;
   stage_ = Stage::kOpen;
 }
 
 void GradientRelease::register_params(const std::vector<ParamTable::Param>& params) {
   const auto is_same = [](const Param& known, const ParamTable::Param& param) {
-    const ParamTable::Param& one = known.registered;
-    return one.object == param.object && one.group == param.group &&
-           one.index_in_group == param.index_in_group && one.partition == param.partition &&
-           one.global_offset == param.global_offset;
+    return known.registered == param;
   };
   if (std::equal(params_.begin(), params_.end(), params.begin(), params.end(), is_same)) return;
   params_.clear();
   indices_.clear();
-  devices_.clear();
+  results_.clear();
   for (const ParamTable::Param& param : params) {
     indices_.emplace(param.object, static_cast<int64_t>(params_.size()));
     params_.emplace_back(optimizer_, param);
@@ -88,8 +122,8 @@ std::optional<int64_t> GradientRelease::find(const void* object) const {
 }
 
 void GradientRelease::check_has_not_failed() const {
-  TORCH_CHECK(!has_failed_, optimizer_, ": an earlier hook of this iteration failed after ",
-              progress(),
+  TORCH_CHECK(stage_ != Stage::kFailed, optimizer_,
+              ": an earlier hook of this iteration failed after ", progress(),
               " had been stepped. Call optimizer.zero_grad(), then run backward() again.");
 }
 
@@ -109,43 +143,47 @@ void GradientRelease::take_param(Param& param, const at::Tensor& tensor,
   const auto is_taken = [&] {
     return !param.table.slots().empty() && param.table.take_param(0, tensor);
   };
-  if (!param.table.is_for(inputs_.groups.specs) || !is_taken()) {
+  if (!param.table.is_for(options_.specs) || !is_taken()) {
     param.table.drop_slots();
     param.last_step.forget_sample();
-    param.table.register_params(inputs_.groups.specs, {param.registered});
+    param.table.register_params(options_.specs, {param.registered});
     is_taken();
   }
   if (shard.has_value()) param.table.set_shard(0, shard->param, shard->grad);
 }
 
-void GradientRelease::forget() {
+void GradientRelease::forget(Plan& owner) {
+  const Lock lock(*this, owner);
   for (Param& param : params_) param.table.drop_slots();
 }
 
-GradientRelease::OfDevice& GradientRelease::on_device(const at::Device& device) {
-  auto found = std::find_if(devices_.begin(), devices_.end(),
-                            [&](const OfDevice& each) { return each.device == device; });
-  OfDevice& here = found == devices_.end() ? devices_.emplace_back(device) : *found;
-  if (here.is_used) {
-    here.order.enter();
-    return here;
-  }
-  here.order.begin();
+GradScanResult GradientRelease::new_results(const at::Device& device) const {
+  const OutsideInferenceMode normal;
   const auto count = static_cast<int64_t>(params_.size());
   const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
   const auto float64 = float32.dtype(at::kDouble);
-  const OutsideInferenceMode normal;
-  if (!here.flags.defined()) {
-    here.flags = at::zeros({count}, float32);
-    here.first_nonfinite = at::full({}, kNoTensor, float32.dtype(at::kLong));
+  GradScanResult results{at::zeros({count}, float32),
+                         at::full({}, kNoTensor, float32.dtype(at::kLong))};
+  if (tracks_grad_norms_) {
+    results.sum_of_squares = at::zeros({}, float64);
+    results.squares_of_params = at::full({count}, std::nan(""), float64);
   }
-  here.flags.zero_();
-  here.sums = inputs_.tracks_grad_norms ? at::zeros({count}, float64) : at::Tensor();
-  here.squares =
-      inputs_.tracks_grad_norms ? at::full({count}, std::nan(""), float64) : at::Tensor();
-  here.order.begun();
-  here.is_used = true;
-  return here;
+  return results;
+}
+
+// Returns what the hooks write on a device. Hooks may run on several streams, but a backward pass
+// starts after the work of the stream on which it was called, and that stream goes on after all
+// hooks. Only tensors that are new in a backward pass must be waited for.
+GradScanResult GradientRelease::results_on(const at::Device& device) {
+  for (const GradScanResult& each : results_) {
+    if (each.found_inf.device() == device) return each;
+  }
+  results_.push_back(new_results(device));
+  if (!device.is_cpu()) {
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    streams.synchronizeStream(streams.getStream(device));
+  }
+  return results_.back();
 }
 
 void GradientRelease::step(int64_t index, const at::Tensor& tensor,
@@ -153,30 +191,34 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
   const at::NoGradGuard no_grad;
   Param& param = params_.at(index);
   check_is_next(param);
-  const Releases references(param.table);
+  const auto released = c10::make_scope_exit([&] { param.table.release_params(); });
   take_param(param, tensor, shard);
   ParamSlot& slot = param.table.slots().front();
   if (!slot.has_grad()) return;
   TORCH_CHECK(!slot.grad().requires_grad(), optimizer_,
               ": released gradients can't be part of a graph. Call backward() without "
               "create_graph=True, or release.remove() first.");
-  if (param.last_step.find_uncounted_write(param.table).has_value()) store.warn_of_write();
-  OfDevice& here = on_device(slot.param().device());
-  const bool has_scaler = inputs_.grad_scale.defined();
+  if (const auto index = param.last_step.find_uncounted_write(param.table))
+    store.warn_of_write(*index);
   StepInputs inputs;
-  inputs.gradients.skip_nonfinite = inputs_.groups.clipping.skip_nonfinite;
-  if (has_scaler) {
-    inputs.gradients.grad_scale = inputs_.grad_scale;
-    inputs.gradients.found_inf = here.flags.select(0, index);
+  inputs.gradients.skip_nonfinite = options_.clipping.skip_nonfinite;
+  if (options_.grad_scale.has_value() || tracks_grad_norms_) {
+    GradScanResult here = results_on(slot.param().device());
+    here.found_inf = here.found_inf.select(0, index);
+    if (options_.grad_scale.has_value()) {
+      inputs.gradients.grad_scale = options_.grad_scale;
+      inputs.gradients.found_inf = here.found_inf;
+    }
+    scan_gradient(param.table, index, here,
+                  {{}, options_.grad_scale, options_.clipping.skip_nonfinite, {}}, param.scratch);
   }
-  if (has_scaler || inputs_.tracks_grad_norms) scan(param, index, here);
-  check_step(param.table, slot, inputs_.groups.table, inputs.gradients, store);
+  check_step(param.table, slot, options_.table, inputs.gradients, store);
   const std::vector<StepBatch> batches =
-      prepare_step(param.table.checks(), slot, inputs_.groups.table, inputs, param.scratch);
+      prepare_step(param.table.checks(), slot, options_.table, inputs, param.scratch);
   StepOutcome outcome;
   try {
-    launch_step(batches, inputs_.groups.table, param.scratch, outcome);
-    ParamTable::remember_step(slot, has_scaler, /*are_as_seen=*/false);
+    launch_step(batches, options_.table, param.scratch, outcome);
+    ParamTable::remember_step(slot, options_.grad_scale.has_value(), /*are_as_seen=*/false);
     param.last_step.remember(param.table);
   } catch (...) {
     owner.set_failure(outcome.text());
@@ -187,102 +229,66 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
   ++stepped_;
 }
 
-void GradientRelease::scan(Param& param, int64_t index, const OfDevice& here) const {
-  const ParamSlot& slot = param.table.slots().front();
-  param.table.checks().check_grad(slot);
-  const bool is_dense = slot.grad().is_non_overlapping_and_dense();
-  const at::Tensor dense = is_dense ? slot.grad() : slot.grad().contiguous();
-  const KernelTensorArgs args =
-      gradient_args(dense, const_cast<void*>(dense.const_data_ptr()), index);
-  const bool has_scaler = inputs_.grad_scale.defined();
-  const at::Tensor scale = has_scaler ? scalar_on(here.device, inputs_.grad_scale) : at::Tensor();
-  double* const sums = double_data(here.sums);
-  const GradScanLaunch launch{
-      &args,
-      1,
-      float_data(scale),
-      here.flags.mutable_data_ptr<float>() + index,
-      has_scaler ? here.first_nonfinite.mutable_data_ptr<int64_t>() : nullptr,
-      sums == nullptr ? nullptr : sums + index,
-      inputs_.groups.clipping.skip_nonfinite,
-      double_data(here.squares)};
-  engine_of(here.device).scan(here.device, launch, param.scratch);
-}
-
-GradientRelease::Found GradientRelease::collect() {
+GradientRelease::Found GradientRelease::collect(Plan& owner) {
+  const Lock lock(*this, owner);
+  if (!is_open()) return {};
   check_has_not_failed();
-  const at::NoGradGuard no_grad;
   const OutsideInferenceMode normal;
   Found found;
-  for (OfDevice& here : devices_) {
-    if (!here.is_used) continue;
-    here.order.join();
-    here.skipped = here.flags.sum();
-    found.skipped.push_back(here.skipped);
+  std::vector<GradScan> scans;
+  for (GradScanResult& here : results_) {
+    found.skipped.push_back(here.found_inf.sum());
     found.first_nonfinites.push_back(here.first_nonfinite);
-    if (inputs_.tracks_grad_norms && !found.sum_of_squares.defined()) {
-      found.sum_of_squares = here.sums.sum();
-      found.squares_of_params = here.squares;
-    } else if (inputs_.tracks_grad_norms) {
-      const at::Device first = found.squares_of_params.device();
-      found.sum_of_squares = found.sum_of_squares + to_device(here.sums.sum(), first);
-      found.squares_of_params = at::where(found.squares_of_params.isnan(),
-                                          to_device(here.squares, first), found.squares_of_params);
-    }
-    here.order.end();
+    const at::Device device = here.found_inf.device();
+    scans.push_back({std::exchange(here, new_results(device))});
   }
+  if (tracks_grad_norms_ && !scans.empty()) {
+    found.squares_of_params = squares_of_all(scans, {});
+    found.sum_of_squares = found.squares_of_params.nansum();
+  }
+  skipped_ = found.skipped;
   stage_ = Stage::kCollected;
   return found;
 }
 
-void GradientRelease::set_step_applied(Plan& owner) const {
+void GradientRelease::complete(Plan& owner) {
+  const Lock lock(*this, owner);
   const at::Tensor applied = owner.outputs().step_applied();
-  if (!applied.defined() || stepped_ == 0) return;
-  const at::NoGradGuard no_grad;
-  at::Tensor skipped = at::zeros({}, applied.options());
-  for (const OfDevice& here : devices_) {
-    if (here.is_used) skipped = skipped + to_device(here.skipped, applied.device());
+  if (stage_ == Stage::kCollected && applied.defined() && stepped_ > 0) {
+    const at::NoGradGuard no_grad;
+    at::Tensor skipped = at::zeros({}, applied.options());
+    for (const at::Tensor& each : skipped_) skipped = skipped + to_device(each, applied.device());
+    applied.copy_(skipped.eq(0), /*non_blocking=*/true);
   }
-  applied.copy_(skipped.eq(0), /*non_blocking=*/true);
+  if (scaler_ == nullptr) stage_ = Stage::kClosed;
 }
 
-void GradientRelease::end() {
+std::string GradientRelease::give_up(Plan& owner) {
+  const Lock lock(*this, owner);
+  if (!is_open()) return {};
   stage_ = Stage::kClosed;
-  has_failed_ = false;
-  inputs_ = {};
-}
-
-std::string GradientRelease::give_up() {
-  if (stage_ != Stage::kOpen) return {};
-  end();
+  for (GradScanResult& here : results_) here = new_results(here.found_inf.device());
   if (stepped_ == 0) return {};
   return c10::str(optimizer_, ".zero_grad: the iteration ended without step(). ", progress(),
                   " had been stepped in its backward pass and stay so.");
 }
 
-void GradientRelease::throw_wrong_scaler(const std::string& operation) {
-  TORCH_CHECK(false, operation,
-              ": the gradients of this optimizer are released with another scaler, or without one. "
-              "Pass this scaler when you release them.");
+void GradientRelease::check_scaler(const void* scaler, const std::string& method) const {
+  TORCH_CHECK(scaler == scaler_, "GradScaler.", method, kWrongScaler);
+  if (method == "unscale_") throw_needs_gradients("GradScaler.unscale_");
 }
 
-void GradientRelease::throw_without_scaler(const std::string& operation) {
-  TORCH_CHECK(false, operation,
-              ": the gradients of this optimizer are released with a scaler, which did not call "
-              "this step. Call scaler.step(optimizer) with that scaler.");
+void GradientRelease::check_caller_of_step(bool has_scale, bool has_scan) const {
+  TORCH_CHECK(scaler_ != nullptr || !has_scale, optimizer_, ".step", kWrongScaler);
+  TORCH_CHECK(scaler_ == nullptr || has_scan, optimizer_,
+              ".step: the gradients of this optimizer are released with a scaler, which did not "
+              "call this step. Call scaler.step(optimizer) with that scaler.");
 }
 
 void GradientRelease::throw_needs_gradients(const std::string& operation) {
   TORCH_CHECK(false, operation,
               " needs all gradients at once, but this optimizer releases them during backward(). "
               "Call remove() of the release first.");
-}
-
-void GradientRelease::throw_changed(const std::string& option, int64_t group) const {
-  TORCH_CHECK(false, optimizer_, ".step: ", option, " of group ", group, " changed after ",
-              progress(),
-              " had been stepped with its old value. Change options between step() and backward(), "
-              "and step schedulers after step().");
 }
 
 }  // namespace amp_ext

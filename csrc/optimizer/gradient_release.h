@@ -13,9 +13,10 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
-#include "devices/stream_order.h"
+#include "optimizer/grad_scan.h"
 #include "optimizer/last_step.h"
 #include "optimizer/param_table.h"
 #include "optimizer/plan.h"
@@ -24,30 +25,36 @@
 
 namespace amp_ext {
 
-// The states of a parameter that its hook steps, and the warning that belongs to them.
-class AMP_EXT_API HookStore : public StateStore {
- public:
-  // Gives the warning of warning_of_write() about the parameter.
-  virtual void warn_of_write() = 0;
+// The options that the first hook of an iteration reads. All later hooks use them.
+struct AMP_EXT_API ReleaseOptions : GroupSettings {
+  struct Number {
+    int64_t group;
+    const char* option;
+    double value;  // the version counter, if the option is a tensor
+    const void* tensor = nullptr;
+
+    bool operator==(const Number&) const = default;
+  };
+  std::vector<Number> numbers;  // of all groups; must stay the same during the iteration
+  // The loss scale, one float32 that each update of the scaler writes; nullopt without a scaler.
+  OptionalTensor scale;
+  OptionalTensor grad_scale;  // `scale`, or a copy of it on the device of the parameters
+
+  void read(const std::string& optimizer, const optim::OptimizerDescription& description,
+            const std::vector<const optim::GroupOptions*>& groups) override;
 };
 
-// An iteration begins with the first hook of a backward pass and ends with end(). Every parameter
-// has a table of its own, so a hook takes the same time in small and in large models.
+// The states of the parameters in a table, and the warning of warning_of_write() about one of them.
+class AMP_EXT_API HookStore : public StateStore {
+ public:
+  virtual void warn_of_write(size_t index) = 0;
+};
+
+// An iteration begins with the first hook of a backward pass. It ends with the step, or with a
+// scaler, by the update of the scale. Every parameter has a table of its own, so a hook takes the
+// same time in small and in large models.
 class AMP_EXT_API GradientRelease {
  public:
-  enum class Stage {
-    kClosed,     // no parameter has been stepped in this iteration
-    kOpen,       // hooks step parameters
-    kCollected,  // collect() was called, and no parameter can be stepped before end()
-  };
-
-  // The inputs that the first hook of an iteration reads. All later hooks use them.
-  struct Inputs {
-    GroupSettings groups;
-    at::Tensor grad_scale;           // one float32; undefined without a scaler
-    bool tracks_grad_norms = false;  // each hook computes the norm of its gradient
-  };
-
   // Results of the hooks of an iteration.
   struct Found {
     // For each device, one float32: the number of parameters that were not updated.
@@ -73,33 +80,39 @@ class AMP_EXT_API GradientRelease {
     const int exceptions_ = std::uncaught_exceptions();
   };
 
-  explicit GradientRelease(std::string optimizer) : optimizer_(std::move(optimizer)) {}
-
-  // All methods below, except the constant ones, need a Lock.
-
-  Stage stage() const { return stage_; }
-  // Returns how far the iteration has come: "3 of 8 parameters".
-  std::string progress() const;
+  // `scaler` is the identity of the scaler that scales the losses, or null.
+  GradientRelease(std::string optimizer, const void* scaler)
+      : optimizer_(std::move(optimizer)), scaler_(scaler) {}
 
   // Throws if an option needs all gradients at once: clipping by their norm, a guard of the norm,
-  // or gradients that are written back.
-  void check_options(const GroupSettings& groups, const Plan& owner) const;
+  // or gradients that are written back. During an iteration, throws if an option has changed.
+  void check_options(const ReleaseOptions& options, const Plan& owner) const;
+  // Throws unless a scaler is that of the constructor, and its `method` can do without gradients.
+  void check_scaler(const void* scaler, const std::string& method) const;
+  // Throws unless a step is called by that scaler, or without a scaler if there is none.
+  void check_caller_of_step(bool has_scale, bool has_scan) const;
+  static void throw_needs_gradients(const std::string& operation);
+
+  // The methods below, except the constant ones, need a Lock. `owner` is the plan of the optimizer.
+
+  // True from the first hook of an iteration to collect() or give_up().
+  bool is_open() const { return stage_ == Stage::kOpen || stage_ == Stage::kFailed; }
 
   // Registers the parameters, and drops all states unless they are those of the last call.
   void register_params(const std::vector<ParamTable::Param>& params);
 
   // Begins an iteration.
-  void begin(Inputs inputs);
+  void begin(ReleaseOptions options, const Plan& owner);
   // Returns the specs of the groups' states, as the iteration has read them.
-  const std::vector<optim::StateSpec>& specs() const { return inputs_.groups.specs; }
+  const std::vector<optim::StateSpec>& specs() const { return options_.specs; }
 
   // Returns the index of a parameter by its identity, or nullopt if it was not registered.
   std::optional<int64_t> find(const void* object) const;
   const ParamTable::Param& registered(int64_t index) const { return params_.at(index).registered; }
+  const ParamTable& table(int64_t index) const { return params_.at(index).table; }
 
-  // Drops the states of one parameter, or of all, which the next hooks take again.
+  // Drops the state of a parameter, which step() then takes again.
   void forget(int64_t index) { params_.at(index).table.drop_slots(); }
-  void forget();
 
   // This rank's shard of a DTensor parameter, and of its gradient.
   struct Shard {
@@ -107,31 +120,36 @@ class AMP_EXT_API GradientRelease {
   };
 
   // Steps the parameter `index` if its gradient is finite, and frees the gradient. A parameter with
-  // a partition needs its `shard`. `owner` is the plan of the optimizer. Throws if the parameter
-  // has been stepped in this iteration, or an earlier hook has failed.
+  // a partition needs its `shard`. Throws if the parameter has been stepped in this iteration, or
+  // an earlier hook has failed.
   void step(int64_t index, const at::Tensor& param, const std::optional<Shard>& shard, Plan& owner,
             HookStore& store);
 
-  // Adds up what the hooks have found, after their work on all streams. Throws if a hook has
-  // failed.
-  Found collect();
+  // The methods below take a Lock.
 
-  // Sets step_applied() of the optimizer's plan to 1 if no parameter was skipped, else to 0.
-  void set_step_applied(Plan& owner) const;
+  // Drops the states of all parameters, which the next hooks take again.
+  void forget(Plan& owner);
 
-  void end();
+  // Adds up what the hooks have found, and ends their part of the iteration, if one is open. Throws
+  // if a hook has failed.
+  Found collect(Plan& owner);
+
+  // Completes the step of the optimizer. Sets step_applied() of its plan to 1 if no parameter was
+  // skipped, else to 0.
+  void complete(Plan& owner);
 
   // Ends an iteration whose batch is given up. Returns the warning about it, or "" if no parameter
   // was stepped.
-  std::string give_up();
-
-  // Errors of both languages. `operation` is "AdamW.step", for example.
-  static void throw_wrong_scaler(const std::string& operation);
-  static void throw_without_scaler(const std::string& operation);
-  static void throw_needs_gradients(const std::string& operation);
-  void throw_changed(const std::string& option, int64_t group) const;
+  std::string give_up(Plan& owner);
 
  private:
+  enum class Stage {
+    kClosed,     // no parameter has been stepped in this iteration
+    kOpen,       // hooks step parameters
+    kFailed,     // a hook or collect() has failed
+    kCollected,  // no parameter can be stepped before the update of the scale
+  };
+
   struct Param {
     Param(const std::string& optimizer, const ParamTable::Param& registered)
         : registered(registered), table({optimizer, {}, Naming::kGroups}) {}
@@ -143,35 +161,27 @@ class AMP_EXT_API GradientRelease {
     bool is_stepped = false;
   };
 
-  // What the hooks write on one device.
-  struct OfDevice {
-    explicit OfDevice(const at::Device& device) : device(device), order(device) {}
-
-    at::Device device;
-    StreamOrder order;
-    at::Tensor flags;            // [params] float32, 1 for a gradient with inf or NaN
-    at::Tensor first_nonfinite;  // see GradScanResult
-    at::Tensor sums;       // [params] float64, sums of squares as the steps' clipping adds them up
-    at::Tensor squares;    // [params] float64, NaN for parameters without a gradient
-    at::Tensor skipped;    // set by collect()
-    bool is_used = false;  // whether a hook of this iteration has used the device
-  };
-
+  std::string progress() const;  // how far the iteration has come: "3 of 8 parameters"
   void check_has_not_failed() const;
   void check_is_next(const Param& param) const;
   void take_param(Param& param, const at::Tensor& tensor, const std::optional<Shard>& shard);
-  OfDevice& on_device(const at::Device& device);
-  void scan(Param& param, int64_t index, const OfDevice& here) const;
+  GradScanResult new_results(const at::Device& device) const;
+  GradScanResult results_on(const at::Device& device);
 
   const std::string optimizer_;
+  const void* const scaler_;
   std::mutex mutex_;
   std::deque<Param> params_;
   std::unordered_map<const void*, int64_t> indices_;
-  std::deque<OfDevice> devices_;
-  Inputs inputs_{};
+  // What hooks write on each device. found_inf and squares_of_params have one element for each
+  // parameter. sum_of_squares means nothing, because hooks on several streams add to it.
+  std::vector<GradScanResult> results_;
+  ReleaseOptions options_;
+  int64_t version_of_scale_ = 0;     // at the begin; each update of the scaler changes it
+  bool tracks_grad_norms_ = false;   // each hook computes the norm of its gradient
+  std::vector<at::Tensor> skipped_;  // see Found
   Stage stage_ = Stage::kClosed;
   int64_t stepped_ = 0;
-  bool has_failed_ = false;
 };
 
 }  // namespace amp_ext

@@ -48,6 +48,8 @@ class AMP_EXT_API ParamTable {
     std::optional<int64_t> partition = {};
     // Index of the shard's first element in the full tensor; dithered rounding depends on it.
     int64_t global_offset = 0;
+
+    bool operator==(const Param&) const = default;
   };
 
   explicit ParamTable(ParamSlotChecks checks) : checks_(std::move(checks)) {}

@@ -34,8 +34,8 @@ struct AMP_EXT_API GroupSettings {
   std::vector<optim::StateSpec> specs;  // [groups]
 
   // Reads the options. Throws if the clipping options of groups differ.
-  void read(const std::string& optimizer, const optim::OptimizerDescription& description,
-            const std::vector<const optim::GroupOptions*>& groups);
+  virtual void read(const std::string& optimizer, const optim::OptimizerDescription& description,
+                    const std::vector<const optim::GroupOptions*>& groups);
 };
 
 // Holds the lock of the plan, and the options of the parameter groups once they are read.

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <memory>
+#include <exception>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -17,56 +17,30 @@
 
 namespace amp_ext::python {
 
-// The state of one parameter as its last hook left it, to detect tensors that a user has replaced.
-struct SeenState {
-  py::object dict;
-  std::vector<std::pair<py::object, py::object>> tensors;  // by key
+struct ReleaseOfPython : GradientRelease {
+  ReleaseOfPython(std::string optimizer, py::handle scaler)
+      : GradientRelease(std::move(optimizer), identity_of(scaler)) {}
 
-  void see(const py::object& states, py::handle param, const py::set& keys) {
-    dict = states.attr("get")(param);
-    tensors.clear();
-    if (!PyDict_Check(dict.ptr())) return;
-    for (const auto& [key, tensor] : py::reinterpret_borrow<py::dict>(dict)) {
-      if (!keys.contains(key)) continue;
-      tensors.emplace_back(py::reinterpret_borrow<py::object>(key),
-                           py::reinterpret_borrow<py::object>(tensor));
-    }
+  static const void* identity_of(py::handle scaler) {
+    return scaler.is_none() ? nullptr : scaler.ptr();
   }
 
-  bool is_unchanged_in(const py::object& states, py::handle param) const {
-    if (!PyDict_Check(states.ptr()) || !dict) return false;
-    if (PyDict_GetItem(states.ptr(), param.ptr()) != dict.ptr()) return false;
-    for (const auto& [key, tensor] : tensors) {
-      if (PyDict_GetItem(dict.ptr(), key.ptr()) != tensor.ptr()) return false;
-    }
-    return true;
-  }
-};
-
-struct ReleaseOfPython {
-  explicit ReleaseOfPython(std::string optimizer) : release(std::move(optimizer)) {}
-
-  GradientRelease release;
-  std::vector<SeenState> states;  // [params]
-  Names names;
+  std::vector<StateSnapshot> states;  // [params], as the last hook of each parameter left them
 };
 
 namespace {
-
-using Stage = GradientRelease::Stage;
-
-// Takes the lock without the GIL, which the thread that holds the lock may need.
-std::unique_ptr<GradientRelease::Lock> lock_of(ReleaseOfPython& mine, PlanOfPython& plan) {
-  const py::gil_scoped_release release;
-  return std::make_unique<GradientRelease::Lock>(mine.release, plan);
-}
 
 // The states of the parameter that a hook steps. keep() is the last Python code before the step.
 class StatesOfHook : public HookStore {
  public:
   StatesOfHook(ReleaseOfPython& mine, int64_t index, const py::object& owner,
-               const py::object& states, py::handle param)
-      : mine_(mine), index_(index), owner_(owner), states_(states), param_(param) {}
+               const py::object& optimizer, const py::object& states, py::handle param)
+      : mine_(mine),
+        index_(index),
+        owner_(owner),
+        optimizer_(optimizer),
+        states_(states),
+        param_(param) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>&) override {
     const py::tuple found = owner_.attr("_init_state")(index_);
@@ -77,140 +51,144 @@ class StatesOfHook : public HookStore {
   void keep() override {
     if (made_) {
       put_states(states_, made_);
-      mine_.states[index_].see(states_, param_, keys_);
+      mine_.states[index_].keep(states_, keys_, param_);
     }
     without_gil_.emplace();
   }
 
-  void warn_of_write() override { owner_.attr("_warn_of_write")(index_); }
+  void warn_of_write(size_t) override {
+    constexpr int kCallerOfHook = 1;
+    const std::string operation = py::cast<std::string>(owner_.attr("_name"));
+    warn_of_uncounted_write(operation, optimizer_, index_, kCallerOfHook);
+  }
 
  private:
   ReleaseOfPython& mine_;
   const int64_t index_;
-  const py::object& owner_;
-  const py::object& states_;
+  const py::object &owner_, &optimizer_, &states_;
   const py::handle param_;
   py::set keys_;
-  py::dict made_{py::reinterpret_steal<py::dict>(py::handle())};
+  py::object made_;
   std::optional<py::gil_scoped_release> without_gil_;
 };
 
-// Begins an iteration unless hooks have begun it, for a hook whose step runs in another thread.
-void open(ReleaseOfPython& mine, PlanOfPython& plan, const py::object& owner) {
-  const auto lock = lock_of(mine, plan);
-  if (mine.release.stage() != Stage::kOpen) owner.attr("_begin")();
+// Takes the lock without the GIL, which the thread that holds the lock may need. Begins an
+// iteration unless hooks have begun it. `owner` is the GradientRelease of Python.
+void open(std::optional<GradientRelease::Lock>& lock, ReleaseOfPython& mine, PlanOfPython& plan,
+          const py::object& owner) {
+  {
+    const py::gil_scoped_release release;
+    lock.emplace(mine, plan);
+  }
+  if (!mine.is_open()) owner.attr("_begin")();
 }
 
-// The hook of one parameter. `owner` is the GradientRelease of Python.
+// The hook of one parameter.
 void on_gradient(ReleaseOfPython& mine, PlanOfPython& plan, const py::object& owner,
                  const py::object& optimizer, const py::object& param) {
-  const auto lock = lock_of(mine, plan);
-  if (mine.release.stage() != Stage::kOpen) owner.attr("_begin")();
-  const std::optional<int64_t> index = mine.release.find(param.ptr());
+  std::optional<GradientRelease::Lock> lock;
+  open(lock, mine, plan, owner);
+  const std::optional<int64_t> index = mine.find(param.ptr());
   if (!index.has_value()) return;  // the parameter has left the groups
-  const py::object states = py::getattr(optimizer, mine.names.state);
-  if (!mine.states[*index].is_unchanged_in(states, param)) mine.release.forget(*index);
+  const py::object states = py::getattr(optimizer, plan.names.state);
+  if (!mine.states[*index].unchanged_in(states, param)) mine.forget(*index);
   std::optional<GradientRelease::Shard> shard;
-  if (mine.release.registered(*index).partition.has_value()) {
+  if (mine.registered(*index).partition.has_value()) {
     auto [local, grad] =
         py::cast<std::pair<at::Tensor, OptionalTensor>>(owner.attr("_shard")(param));
     shard = {std::move(local), std::move(grad).value_or(at::Tensor())};
   }
-  StatesOfHook store(mine, *index, owner, states, param);
-  mine.release.step(*index, THPVariable_Unpack(param.ptr()), shard, plan, store);
+  StatesOfHook store(mine, *index, owner, optimizer, states, param);
+  mine.step(*index, THPVariable_Unpack(param.ptr()), shard, plan, store);
 }
 
-// Begins an iteration, from a hook.
-void begin(ReleaseOfPython& mine, PlanOfPython& plan, const py::object& optimizer,
-           const OptionalTensor& grad_scale) {
-  GradientRelease::Inputs inputs;
-  plan.read_groups(inputs.groups, optimizer);
-  mine.release.check_options(inputs.groups, plan);
-  inputs.grad_scale = grad_scale.value_or(at::Tensor());
-  inputs.tracks_grad_norms = plan.outputs().tracks_grad_norms();
-  mine.release.begin(std::move(inputs));
+ReleaseOptions options_of(const PlanOfPython& plan, const py::object& optimizer) {
+  ReleaseOptions options;
+  try {
+    plan.read_groups(options, optimizer);
+  } catch (const std::exception&) {
+    optimizer.attr("_check_groups")();  // names the wrong option, and replaces a torch.dtype
+    options = {};
+    plan.read_groups(options, optimizer);
+  }
+  return options;
 }
 
-// Returns the flags and the first_nonfinite of each device, and the sums of squares.
-py::tuple collect(ReleaseOfPython& mine, PlanOfPython& plan) {
-  const auto lock = lock_of(mine, plan);
-  const GradientRelease::Found found = mine.release.collect();
-  return py::make_tuple(found.skipped, found.first_nonfinites, if_defined(found.sum_of_squares),
-                        if_defined(found.squares_of_params));
+// Begins an iteration, from open(). Hooks step the parameters of `stepped`, which are those of
+// `optimizer` or copies of them. `grad_scale` is `scale` on their device.
+void begin(ReleaseOfPython& mine, const PlanOfPython& plan, const py::object& optimizer,
+           const py::object& stepped, OptionalTensor scale, OptionalTensor grad_scale) {
+  ReleaseOptions options = options_of(plan, optimizer);
+  if (!stepped.is(optimizer)) static_cast<GroupSettings&>(options) = options_of(plan, stepped);
+  options.scale = std::move(scale);
+  options.grad_scale = std::move(grad_scale);
+  mine.begin(std::move(options), plan);
+}
+
+template <auto method>
+auto with_plan(ReleaseOfPython& self, PlanOfPython& plan) {
+  return (self.*method)(plan);
 }
 
 }  // namespace
 
 void define_gradient_release(py::module_& module) {
+  // Operations that take the lock run without the GIL, which the thread that holds the lock may
+  // need.
+  using release_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<ReleaseOfPython>(module, "GradientRelease")
-      .def(py::init<std::string>(), py::arg("optimizer"))
+      .def(py::init<std::string, py::handle>(), py::arg("optimizer"), py::arg("scaler"))
       .def("on_gradient", &on_gradient, py::arg("plan"), py::arg("owner"), py::arg("optimizer"),
            py::arg("param"))
       .def(
           "register_params",
           [](ReleaseOfPython& self, const std::vector<ParamRow>& rows) {
-            self.release.register_params(params_in(rows));
+            self.register_params(params_in(rows));
             self.states.assign(rows.size(), {});
           },
           py::arg("rows"))
-      .def("open", &open, py::arg("plan"), py::arg("owner"))
-      .def("begin", &begin, py::arg("plan"), py::arg("optimizer"), py::arg("grad_scale"))
-      .def("collect", &collect, py::arg("plan"))
       .def(
-          "set_step_applied",
-          [](ReleaseOfPython& self, PlanOfPython& plan) { self.release.set_step_applied(plan); },
-          py::arg("plan"))
-      .def(
-          "end",
-          [](ReleaseOfPython& self, PlanOfPython& plan) {
-            const auto lock = lock_of(self, plan);
-            self.release.end();
+          "open",
+          [](ReleaseOfPython& self, PlanOfPython& plan, const py::object& owner) {
+            std::optional<GradientRelease::Lock> lock;
+            open(lock, self, plan, owner);
           },
-          py::arg("plan"))
-      .def(
-          "forget",
-          [](ReleaseOfPython& self, PlanOfPython& plan) {
-            const auto lock = lock_of(self, plan);
-            self.release.forget();
-            for (SeenState& state : self.states) state = {};
-          },
-          py::arg("plan"))
-      .def_property_readonly(
-          "is_open",
-          [](const ReleaseOfPython& self) { return self.release.stage() == Stage::kOpen; })
-      .def_property_readonly(
-          "is_collected",
-          [](const ReleaseOfPython& self) { return self.release.stage() == Stage::kCollected; })
-      .def(
-          "give_up",
-          [](ReleaseOfPython& self, PlanOfPython& plan) {
-            const auto lock = lock_of(self, plan);
-            return self.release.give_up();
-          },
-          py::arg("plan"))
+          py::arg("plan"), py::arg("owner"))
+      .def("begin", &begin, py::arg("plan"), py::arg("optimizer"), py::arg("stepped"),
+           py::arg("scale"), py::arg("grad_scale"))
       .def(
           "check_options",
           [](const ReleaseOfPython& self, const PlanOfPython& plan, const py::object& optimizer) {
-            GroupSettings groups;
-            plan.read_groups(groups, optimizer);
-            self.release.check_options(groups, plan);
+            self.check_options(options_of(plan, optimizer), plan);
           },
           py::arg("plan"), py::arg("optimizer"))
-      .def_static(
-          "warning_of_write",
-          [](const std::string& optimizer, const std::string& param) {
-            return warning_of_write(optimizer, param);
-          },
-          py::arg("optimizer"), py::arg("param"))
       .def(
-          "throw_changed",
-          [](const ReleaseOfPython& self, const std::string& option, int64_t group) {
-            self.release.throw_changed(option, group);
+          "collect",
+          [](ReleaseOfPython& self, PlanOfPython& plan) {
+            const GradientRelease::Found found = self.collect(plan);
+            return std::make_tuple(found.skipped, found.first_nonfinites,
+                                   if_defined(found.sum_of_squares),
+                                   if_defined(found.squares_of_params));
           },
-          py::arg("option"), py::arg("group"))
-      .def_static("throw_wrong_scaler", &GradientRelease::throw_wrong_scaler, py::arg("operation"))
-      .def_static("throw_without_scaler", &GradientRelease::throw_without_scaler,
-                  py::arg("operation"))
+          release_gil(), py::arg("plan"))
+      .def("complete", &with_plan<&GradientRelease::complete>, release_gil(), py::arg("plan"))
+      .def("give_up", &with_plan<&GradientRelease::give_up>, release_gil(), py::arg("plan"))
+      .def(
+          "forget",
+          [](ReleaseOfPython& self, PlanOfPython& plan) {
+            for (StateSnapshot& state : self.states) state.clear();
+            const py::gil_scoped_release release;
+            self.forget(plan);
+          },
+          py::arg("plan"))
+      .def(
+          "check_scaler",
+          [](const ReleaseOfPython& self, py::handle scaler, const std::string& method) {
+            self.check_scaler(ReleaseOfPython::identity_of(scaler), method);
+          },
+          py::arg("scaler"), py::arg("method"))
+      .def("check_caller_of_step", &ReleaseOfPython::check_caller_of_step, py::arg("has_scale"),
+           py::arg("has_scan"))
       .def_static("throw_needs_gradients", &GradientRelease::throw_needs_gradients,
                   py::arg("operation"));
 }

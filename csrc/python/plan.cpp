@@ -64,6 +64,14 @@ std::vector<ParamTable::Param> params_in(const std::vector<ParamRow>& rows) {
   return params;
 }
 
+void warn_of_uncounted_write(const std::string& operation, const py::object& optimizer,
+                             int64_t index, int level) {
+  const py::object name = py::module_::import("amp_ext.nonfinite").attr("name_of_param");
+  const std::string text =
+      warning_of_write(operation, py::cast<std::string>(name(optimizer, index)));
+  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), level) != 0) throw py::error_already_set();
+}
+
 namespace {
 
 // An operation of a Python optimizer, which passes parameters and shards to its plan. `is_current`
@@ -208,19 +216,6 @@ py::object gradients_were_written(PlanOfPython& mine, const py::object& step_pla
   return py::bool_(mine.params().gradients_were_written());
 }
 
-// Warns before the step writes anything, because a warning filter may raise an exception.
-void warn_of_uncounted_write(Plan& plan, const py::object& optimizer) {
-  const std::optional<size_t> index = plan.last_step().find_uncounted_write(plan.params());
-  if (!index.has_value()) return;
-  const py::object name = py::module_::import("amp_ext.nonfinite").attr("name_of_param");
-  const std::string text =
-      warning_of_write(plan.params().operation(), py::cast<std::string>(name(optimizer, *index)));
-  constexpr Py_ssize_t kCallerOfStep = 7;
-  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), kCallerOfStep) != 0) {
-    throw py::error_already_set();
-  }
-}
-
 // The chunks of a Python object with a list `ends` and the methods begin() and end().
 class ChunksOfPython : public StepChunks {
  public:
@@ -252,7 +247,10 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   if (norms.comes_from(NormSource::kAllRanks)) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
-  warn_of_uncounted_write(mine, optimizer);
+  // Warns before the step writes anything.
+  constexpr int kCallerOfStep = 7;
+  if (const auto index = mine.last_step().find_uncounted_write(mine.params()))
+    warn_of_uncounted_write(mine.params().operation(), optimizer, *index, kCallerOfStep);
   py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
   std::optional<ChunksOfPython> order;  // destroyed after the store, which acquires the GIL
   if (!chunks.is_none()) order.emplace(chunks);

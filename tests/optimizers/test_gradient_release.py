@@ -385,21 +385,6 @@ def test_frozen_parameters_and_those_added_later() -> None:
     assert_same_bits(*results)
 
 
-def test_a_conversion_that_swaps_tensors_loses_no_hook_for_long() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
-    for step in range(3):
-        one_pass(model, torch.ones(4, 8, dtype=model[0].weight.dtype), None)
-        is_free = [param.grad is None for param in model.parameters()]
-        assert is_free == [step != 1] * 4
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 0:
-            with cases.swapping(True):
-                model.to(BF16)
-
-
 def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.1)
@@ -648,6 +633,20 @@ def test_options_that_need_all_gradients_are_refused(options: dict[str, Any], wo
     assert_same_bits(optimizer, before)
 
 
+def test_a_wrong_option_is_named_and_a_dtype_is_taken() -> None:
+    params = make_params(BF16, shapes=[(3,)])
+    optimizer = AdamW(params)
+    release_gradients(optimizer)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="AdamW: lr of group 0 must"):
+        give(None, params, [torch.ones(3, dtype=BF16)])
+    optimizer.zero_grad()
+    optimizer.param_groups[0].update(lr=0.1, state_dtype=BF16)
+    give(None, params, [torch.ones(3, dtype=BF16)])
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].dtype is BF16
+
+
 def test_a_guard_and_a_process_group_are_refused() -> None:
     params = make_params(F32, shapes=[(3,)])
     with pytest.raises(RuntimeError, match=f"{GUARD}a norm_guard"):
@@ -758,7 +757,7 @@ def test_a_loss_that_no_scaler_has_scaled_is_refused() -> None:
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lr": lambda group: group.update(lr=0.5),
     "betas": lambda group: group.update(betas=(0.5, 0.9)),
-    "tensor": lambda group: group["weight_decay_of_user"].add_(1.0),
+    "tensor": lambda group: group["lr"].mul_(0.5),
 }
 
 
@@ -767,7 +766,7 @@ def test_an_option_that_changes_within_an_iteration_is_refused(
     change: Callable[[dict[str, Any]], Any],
 ) -> None:
     params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer = AdamW([{"params": params, "weight_decay_of_user": torch.zeros(())}])
+    optimizer = AdamW(params, lr=torch.tensor(0.1))
     release_gradients(optimizer)
     give(None, params[:1], [torch.ones(3)])
     change(optimizer.param_groups[0])

@@ -380,7 +380,6 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   struct Load;
   struct Operation;
   struct Released;
-  class StatesOfHook;
   class Store;
   using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
