@@ -20,14 +20,14 @@ struct Released {
   std::vector<torch::Tensor> make_params(c10::ScalarType dtype) {
     torch::manual_seed(3);
     for (int i = 0; i < 4; ++i) {
-      params.push_back((torch::randn({64, 64}) / 8).to(dtype).requires_grad_(true));
+      params.push_back((torch::randn({33, 33}) / 6).to(dtype).requires_grad_(true));
     }
     return params;
   }
 
   torch::Tensor loss(int step) {
     torch::manual_seed(100 + step);
-    torch::Tensor x = torch::randn({4, 64});
+    torch::Tensor x = torch::randn({4, 33});
     for (const torch::Tensor& param : params) x = torch::tanh(x.matmul(param.to(torch::kFloat)));
     return x.square().sum();
   }
@@ -46,7 +46,7 @@ void compare_with_released(const Options& options, c10::ScalarType dtype, bool h
     GradScaler scaler = cpu_scaler(1024.0, has_scaler);
     std::optional<GradientRelease> release;
     if (is_released) release.emplace(model.optimizer, &scaler);
-    for (int step = 0; step < 30; ++step) {
+    for (int step = 0; step < 200; ++step) {
       for (int i = 0; i < micro_batches; ++i) {
         std::shared_ptr<const void> pause;
         if (is_released && i < micro_batches - 1) pause = release->paused();
