@@ -7,6 +7,7 @@
 # threads of a block as threads and finds missing barriers. Arguments are passed to pytest, for example
 # `-k adam` or tests/scaler/test_nonfinite.py. Without any, runs all tests of both engines that access memory.
 #
+#   --threads        only runs the hooks of released gradients in two threads, under ThreadSanitizer
 #   WORKERS='-n 2'   options for pytest-xdist, used if the script has no arguments
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +17,14 @@ build=("$python" tests/cuda_emulator/build.py)
 export CUDA_EMULATOR_SANITIZERS=address,undefined
 # Turns address randomization off if possible, because older sanitizers fail with much of it.
 ! setarch -R true 2> /dev/null || run="setarch -R"
+
+if [ "${1:-}" = --threads ]; then
+  echo "Running hooks of two threads under ThreadSanitizer"
+  program=$("${build[@]}" threads thread)
+  # PyTorch and OpenMP are not instrumented, so a parallel region would look like a race.
+  AMP_EXT_CPU_ISA=plain OMP_NUM_THREADS=1 TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
+  exit
+fi
 
 echo "Building the modules with $CUDA_EMULATOR_SANITIZERS"
 module=$("${build[@]}" cpu $CUDA_EMULATOR_SANITIZERS)

@@ -4,7 +4,7 @@
 
 builds the module with these sanitizers (or none) and prints its path; ``cpu`` in its place stands
 for the module without CUDA, ``program`` for the one that launches every kernel, ``tuning`` for the
-one that times them.
+one that times them, ``threads`` for the one that steps parameters from several threads.
 
 Objects are kept in ``build/cuda_emulator`` under a hash of their command and of everything that
 they were compiled from, so that nothing is compiled twice and a change of any header is seen.
@@ -236,6 +236,26 @@ def build_program(sanitizers: str = "") -> Path:
     return build_programs([([EMULATOR / "every_kernel.cu", *kernel_sources()], sanitizers)])[0]
 
 
+def build_threads(sanitizers: str) -> Path:
+    """Builds a program with the C++ library for CPUs, in which two threads run hooks.
+
+    The engines for AVX2 and AVX-512 are not watched, so run it with ``AMP_EXT_CPU_ISA=plain``.
+    """
+    includes, libraries = torch_flags()
+    sanitize = sanitizer_flags(sanitizers)
+    flags = [*FLAGS, "-fopenmp", f"-I{ROOT / 'tests' / 'cpp' / 'program'}", *includes]
+    sources = [file for file in host_sources() if file.stem != "python"]
+    sources += [united("libtorch", sorted(CSRC.glob("libtorch/*.cpp")))]
+    sources += [ROOT / "tests" / "cpp" / "threads.cpp"]
+    with alone():
+        jobs = [
+            (source, [*flags, "-O0"] if "avx" in source.stem else [*flags, "-O1", *sanitize])
+            for source in sources
+        ]
+        linking = [f for f in libraries if f != "-ltorch_python"]
+        return linked("threads", compiled_all(jobs), ["-fopenmp", *sanitize, *linking])
+
+
 if __name__ == "__main__":
     what, *options = sys.argv[1:]
     builders = {
@@ -243,5 +263,6 @@ if __name__ == "__main__":
         "cpu": build_cpu,
         "program": build_program,
         "tuning": build_tuning,
+        "threads": build_threads,
     }
     print(builders[what](*options))
