@@ -7,7 +7,8 @@
 # threads of a block as threads and finds missing barriers. Arguments are passed to pytest, for example
 # `-k adam` or tests/scaler/test_nonfinite.py. Without any, runs all tests of both engines that access memory.
 #
-#   --threads        only runs the hooks of released gradients in two threads, under ThreadSanitizer
+#   --threads        only runs released gradients and offloaded states, with the whole library and their copies
+#                    under ThreadSanitizer
 #   WORKERS='-n 2'   options for pytest-xdist, used if the script has no arguments
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,11 +19,38 @@ export CUDA_EMULATOR_SANITIZERS=address,undefined
 # Turns address randomization off if possible, because older sanitizers fail with much of it.
 ! setarch -R true 2> /dev/null || run="setarch -R"
 
+# Runs Python with the module $1 and the sanitizer library $2. Links the files of the package into a copy, and
+# replaces its module.
+use_module() {
+  package=$root/build/sanitize/amp_ext
+  rm -rf "$package"
+  mkdir -p "$package"
+  cp -rs "$root/amp_ext/." "$package"
+  rm -rf "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # the new module needs no library
+  ln -s "$1" "$package"
+  cd "$package/.."
+  # Preloads the sanitizer, because Python is not linked with it, and the C++ library, because otherwise the
+  # first exception ends the process.
+  preload="$(${CXX:-g++} -print-file-name="$2") $(${CXX:-g++} -print-file-name=libstdc++.so)"
+  export PYTHONPATH=$PWD
+  checked -c 'import sys; from amp_ext import ops
+if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is used: {ops._C}")' "$PWD"
+}
+checked() {
+  ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
+}
+pytest() {
+  checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider "$@"
+}
+
 if [ "${1:-}" = --threads ]; then
-  echo "Running hooks of two threads under ThreadSanitizer"
-  program=$("${build[@]}" threads thread)
   # PyTorch and OpenMP are not instrumented, so a parallel region would look like a race.
-  AMP_EXT_CPU_ISA=plain OMP_NUM_THREADS=1 TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
+  export OMP_NUM_THREADS=1 TSAN_OPTIONS=atexit_sleep_ms=0
+  echo "Running hooks of two C++ threads under ThreadSanitizer"
+  AMP_EXT_CPU_ISA=plain ${run:-} "$("${build[@]}" threads thread)"
+  echo "Running released gradients and offloaded states under ThreadSanitizer"
+  use_module "$("${build[@]}" cpu thread)" libtsan.so
+  pytest "$root"/tests/optimizers/test_{offload,gradient_release}.py -m 'not slow' -k 'not emulated'
   exit
 fi
 
@@ -37,24 +65,9 @@ for seed in '' 1 2; do
   env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
 done
 
-# Links the files of the package into a copy, and replaces its module by the one just built.
-package=$root/build/sanitize/amp_ext
-rm -rf "$package"
-mkdir -p "$package"
-cp -rs "$root/amp_ext/." "$package"
-rm -rf "$package"/_C.*.so "$package"/lib "$package"/_build_info.json # the new module needs no library
-ln -s "$module" "$package"
-cd "$package/.."
-
 echo "Running the tests"
-# Preloads the sanitizer, because Python is not linked with it, and the C++ library, because otherwise the
-# first exception ends the process.
-preload="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)"
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-export PYTHONPATH=$PWD CUDA_EMULATOR_SEED=1
-checked() {
-  ${run:-} env LD_PRELOAD="$preload" "$python" "$@"
-}
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CUDA_EMULATOR_SEED=1
+use_module "$module" libasan.so
 # Runs pytest; without a path, on the tests that access memory. Leaves out the tests of ranks, which have a
 # minute each; of programs, which start compilers or other processes, need the library, or check that memory
 # does not grow (AddressSanitizer delays frees); and of the trainer, which makes the same calls as others.
@@ -69,11 +82,8 @@ tests() {
   done
   [ ${#paths[@]} -gt 0 ] ||
     paths=("$root"/tests/{operations,optimizers,scaler,state_machine,"programs/test_cpp.py::test_a_bad_call_is_refused_in_python"})
-  checked -m pytest -q -r fE --rootdir "$root" -c "$root/pyproject.toml" -p no:cacheprovider \
-    "${options[@]}" "${paths[@]}"
+  pytest "${options[@]}" "${paths[@]}"
 }
-checked -c 'import sys; from amp_ext import ops
-if not ops._C.__file__.startswith(sys.argv[1]): sys.exit(f"another module is used: {ops._C}")' "$PWD"
 if [ $# -gt 0 ]; then
   tests "$@"
 else
