@@ -228,13 +228,11 @@ def ours(name: str) -> type[Optimizer]:
     return getattr(amp_ext.optim, name)
 
 
-def by_formula(name: str) -> type[Optimizer]:
-    return type(name, (ByFormula,), {"formula": staticmethod(formula_of(name))})
-
-
 def theirs(name: str) -> type[Optimizer]:
     """Returns torch's class of this name, or the formula where torch has none."""
-    return getattr(torch.optim, name, None) or by_formula(name)
+    if hasattr(torch.optim, name):
+        return getattr(torch.optim, name)
+    return type(name, (ByFormula,), {"formula": staticmethod(formula_of(name))})
 
 
 def taken(name: str, switches: dict[str, Any]) -> dict[str, Any]:

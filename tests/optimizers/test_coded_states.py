@@ -10,9 +10,8 @@ import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F32
 from harness.list_operations import BUFFERS, OPERATIONS
-from harness.optimizer_cases import make_params, of_other_classes, ours, through_a_file, trained
+from harness.optimizer_cases import make_params, ours, through_a_file, trained
 from harness.reference import same_bits
-from harness.rows import rows
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -24,14 +23,6 @@ def has_groups(optimizer: Any) -> bool:
     codes = {"8bit-bf16": ("q8m",), "8bit": ("q8m", "q8s")}[optimizer.defaults["state_dtype"]]
     buffers = BUFFERS[optimizer.description.operation].values()
     return any(buffer.code in codes for buffer in buffers)
-
-
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {"weight_decay": 0.5}),
-    "lion": ("Lion", {"weight_decay": 0.5}),
-    "dampening": ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
-}
-SETTINGS |= of_other_classes(SETTINGS, "Adam")
 
 
 # Of two, three and four dimensions, and of one row.
@@ -82,7 +73,7 @@ def spread_grad(step: int) -> Tensor:
     ("first", "second"),
     [pair for pair in itertools.permutations(LAYOUTS, 2) if "contiguous" in pair],
 )
-@pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
+@cases.each_class
 def test_another_layout_keeps_the_moments(name, options, first, second, through, state_dtype):
     """Only contiguous parameters have groups."""
     param = weight_as(first, torch.randn(64, 32, 3, 3))
