@@ -160,7 +160,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     def take_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
     ) -> PlanAnswer: ...
-    def list_average(
+    def register_average(
         self, step_plan: Any, optimizer: Any, averages: WeightAverages
     ) -> PlanAnswer: ...
     def restart_average(
@@ -231,7 +231,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
 class WeightAverages:  # averages of the weights of one optimizer
     averages: list[Tensor]
     counters: Tensor | None  # [2] int64: steps applied, updates of the averages
-    listings: int  # how often the registered parameters changed
+    registrations: int  # how often the registered parameters changed
     joined: list[int]  # indices of the parameters that were registered after the last step
     def __init__(
         self, decay: float | None, every: int, warmup: bool, dtype: torch.dtype

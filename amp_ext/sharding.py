@@ -373,11 +373,11 @@ def all_reduce_flags(
     Raises:
         RuntimeError: If the collective fails, for example because a rank has died.
     """
-    meeting_point = _meeting_point(scale.device, group)
-    worst = torch.zeros((), dtype=torch.float32, device=meeting_point)
+    collective_device = _collective_device(scale.device, group)
+    worst = torch.zeros((), dtype=torch.float32, device=collective_device)
     for flag in flags.values():
-        worst = torch.maximum(worst, to_device(flag.reshape(()), meeting_point).to(worst))
-    largest = to_device(scale.detach().reshape(()), meeting_point).to(worst)
+        worst = torch.maximum(worst, to_device(flag.reshape(()), collective_device).to(worst))
+    largest = to_device(scale.detach().reshape(()), collective_device).to(worst)
     packed = torch.stack([worst, largest, -largest])
     _all_reduce(packed, torch.distributed.ReduceOp.MAX, group)
     worst, largest, negative_of_least = packed.unbind()
@@ -399,12 +399,12 @@ def sum_over_ranks(value: Tensor, group: Any) -> Tensor:
     Raises:
         RuntimeError: If the collective fails, for example because a rank has died.
     """
-    total = to_device(value, _meeting_point(value.device, group)).clone()
+    total = to_device(value, _collective_device(value.device, group)).clone()
     _all_reduce(total, torch.distributed.ReduceOp.SUM, group)
     return to_device(total, value.device)
 
 
-def _meeting_point(device: torch.device, group: Any) -> torch.device:
+def _collective_device(device: torch.device, group: Any) -> torch.device:
     """Returns the device for a collective: the given one, or one that the group supports."""
     taken = [kind.type for kind in group._device_types]
     return device if device.type in taken or not taken else torch.device(taken[0])

@@ -55,8 +55,8 @@ struct NumberFormats {
   using T = typename ComputeType<typename Param::Stored>::type;
 
   static constexpr int kBuffers = sizeof...(BufferFormatTypes);
-  using Indices = std::make_integer_sequence<int, kBuffers>;   // indices of the buffers
-  static constexpr int kPlaces = kBuffers > 0 ? kBuffers : 1;  // size of arrays, at least 1
+  using Indices = std::make_integer_sequence<int, kBuffers>;      // indices of the buffers
+  static constexpr int kArraySize = kBuffers > 0 ? kBuffers : 1;  // size of arrays, at least 1
 
   static constexpr bool kHasSplitMaster =
       Param::kMaster == Master::kResidual16 || Param::kMaster == Master::kResidual8;
@@ -110,21 +110,21 @@ template <typename... First, typename... Second>
 Combinations<First..., Second...> joined(Combinations<First...>, Combinations<Second...>);
 
 // Combinations of 16-bit parameters with every kind of master and gradient dtype, and with buffers
-// stored as `Buffers`. `Parts` has those with split masters, `Whole` the others.
+// stored as `Buffers`.
 template <typename Param, typename Buffers>
 struct WithBuffers {
   using Same = Plain<Param>;
   using Float = Plain<float>;
-  using StateSpec = Mastered<Param>;
-  using With16 = Split<Param, 16>;
-  using With8 = Split<Param, 8>;
-  using Whole =
-      Combinations<Combination<Same, StateSpec, Buffers>, Combination<Float, StateSpec, Buffers>,
+  using WithMaster = Mastered<Param>;
+  using WithResidual16 = Split<Param, 16>;
+  using WithResidual8 = Split<Param, 8>;
+  using WithoutSplitMasters =
+      Combinations<Combination<Same, WithMaster, Buffers>, Combination<Float, WithMaster, Buffers>,
                    Combination<Same, Same, Buffers>, Combination<Float, Same, Buffers>>;
-  using Parts =
-      Combinations<Combination<Same, With16, Buffers>, Combination<Float, With16, Buffers>,
-                   Combination<Same, With8, Buffers>, Combination<Float, With8, Buffers>>;
-  using Type = decltype(joined(Whole(), Parts()));
+  using WithSplitMasters = Combinations<
+      Combination<Same, WithResidual16, Buffers>, Combination<Float, WithResidual16, Buffers>,
+      Combination<Same, WithResidual8, Buffers>, Combination<Float, WithResidual8, Buffers>>;
+  using Type = decltype(joined(WithoutSplitMasters(), WithSplitMasters()));
 };
 
 // Combinations of one gradient format and one parameter format with every set of 8-bit formats.
@@ -136,10 +136,11 @@ using WithCodes = Combinations<Combination<Grad, Param, Coded<Codes::kAll>>,
 template <typename Param>
 struct WithMastersAndCodes {
   using Same = Plain<Param>;
-  using Whole = decltype(joined(WithCodes<Same, Same>(), WithCodes<Same, Mastered<Param>>()));
-  using Parts =
+  using WithoutSplitMasters =
+      decltype(joined(WithCodes<Same, Same>(), WithCodes<Same, Mastered<Param>>()));
+  using WithSplitMasters =
       decltype(joined(WithCodes<Same, Split<Param, 16>>(), WithCodes<Same, Split<Param, 8>>()));
-  using Type = decltype(joined(Whole(), Parts()));
+  using Type = decltype(joined(WithoutSplitMasters(), WithSplitMasters()));
 };
 
 // Combinations of 16-bit parameters in three parts, one per source of the CUDA engine.
@@ -153,7 +154,7 @@ struct WithOthers {
 };
 template <>
 struct WithOthers<Half> {
-  using Type = decltype(joined(WithBuffers<Half, Uniform<Half>>::Whole(),
+  using Type = decltype(joined(WithBuffers<Half, Uniform<Half>>::WithoutSplitMasters(),
                                WithMastersAndCodes<Half>::Type()));
 };
 

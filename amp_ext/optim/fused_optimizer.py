@@ -447,7 +447,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         sums: tuple[Tensor | None, Tensor | None] = None, None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
-            written = has_hooks and self._ask_plan("step", plan.compiled.gradients_were_written)
+            written = has_hooks and self._call_plan("step", plan.compiled.gradients_were_written)
             if written and grad_scale is not None:
                 self._warn_of_hooks()
             if not amp_context.scan.found_infs:
@@ -470,21 +470,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             assert not isinstance(found_inf, int)
             self.offload.step(amp_context, grad_scale, found_inf, *sums)
             return
-        answer = self._ask_plan("step", plan.compiled.step, *arguments, *sums)
+        answer = self._call_plan("step", plan.compiled.step, *arguments, *sums)
         if answer is plan.needs_global_norm:
             sums = self._sums_over_ranks(grad_scale)
-            self._ask_plan("step", plan.compiled.step, *arguments, *sums)
+            self._call_plan("step", plan.compiled.step, *arguments, *sums)
         if inspection is not None:
             plan.inspection, plan.inspects_next = inspection, False
 
-    def _ask_plan(self, operation: str, ask: Callable[..., Any], *arguments: Any) -> Any:
+    def _call_plan(self, operation: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the compiled plan with the groups and states as they are now.
 
         Registers the parameters and calls again if parameters or options have changed.
 
         Args:
             operation: Name of the operation, for errors.
-            ask: The method. It takes the StepPlan, this optimizer and ``arguments``, and returns
+            method: The method. It takes the StepPlan, this optimizer and ``arguments``, and returns
                 REGISTER_PARAMS if the parameters must be registered again.
             arguments: Further arguments.
 
@@ -493,14 +493,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 launches, or the params of a group are not the same when read twice.
             TypeError, ValueError: If an option or the params of a group are invalid.
         """
-        answer = ask(self._plan, self, *arguments)
+        answer = method(self._plan, self, *arguments)
         if answer is not self._plan.must_register:
             return answer
         self._check_params(operation)
         self._check_groups()
         specs = [self.state_spec_of(group) for group in self.param_groups]
-        self._plan.list_groups(self, specs, operation)
-        answer = ask(self._plan, self, *arguments)
+        self._plan.register_params(self, specs, operation)
+        answer = method(self._plan, self, *arguments)
         if answer is self._plan.must_register:
             raise RuntimeError(
                 f"{type(self).__name__}.{operation}: params of a group gave other parameters "
@@ -592,12 +592,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.gradient_release.give_up()
 
     def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
-        found = self._ask_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
+        found = self._call_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
         return self._plan.over_all_ranks(self, found, found_inf, grad_scale)
 
     def _scan_without_recording(self, grad_scale: Tensor | None) -> GradScan:
         """Scans all gradients without recording the result for the next step."""
-        found = self._ask_plan("inspect", self._plan.compiled.scan_without_recording, grad_scale)
+        found = self._call_plan("inspect", self._plan.compiled.scan_without_recording, grad_scale)
         return self._plan.over_all_ranks(self, found, None, grad_scale)
 
     def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -871,11 +871,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if plan is None:
             plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
         else:
-            plan.begin_anew()
+            plan.reset()
         # torch's method stores everything in one assignment, which an interrupt can't split.
         super().__setstate__(state)
         if plan.compiled.failure != failure:
-            plan.begin_anew(failure)
+            plan.reset(failure)
         if self.gradient_release is not None:
             self.gradient_release.forget()
         if self.offload is not None:

@@ -265,7 +265,7 @@ class GradientRelease:
             scale, found_inf = offload.read([scale, found_inf])
         plan = stepped._plan.compiled
         sums = scan.sum_of_squares, scan.squares_of_params
-        stepped._ask_plan("step", plan.step, amp_context, scale, found_inf, *sums)
+        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, *sums)
         self._compiled.complete(plan)
         if offload is not None:
             offload.complete_backward()

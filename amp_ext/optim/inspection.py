@@ -214,10 +214,10 @@ def inspect_step(
     arguments = grad_scale, found_inf
     inspect, found = plan.compiled.inspect, plan.needs_global_norm
     if not plan.guard_lacks_sum(sum_of_squares):
-        found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
+        found = optimizer._call_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
     if found is plan.needs_global_norm:
         sum_of_squares = optimizer._scan_without_recording(None).sum_of_squares
-        found = optimizer._ask_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
+        found = optimizer._call_plan("inspect", inspect, *arguments, sum_of_squares, is_in_step)
     if plan.sharded_over:
         found.sums = plan.sharded_over.combine(plan.params, found.sums, _combined)
     indices = [

@@ -236,7 +236,7 @@ class OffloadedStates:
         ):
             inner.state = states
         if inner._plan.compiled.failure:  # the optimizer has recovered by a load
-            inner._plan.begin_anew("")
+            inner._plan.reset("")
         compiled, guard = inner._plan.compiled, optimizer.norm_guard
         compiled.set_guard(None if guard is None else guard.statistics)
         compiled.tracks_grad_norms = optimizer.track_grad_norms
@@ -373,7 +373,7 @@ class OffloadedStates:
         optimizer = self._optimizer()
         assert optimizer is not None
         self._check_can_step(optimizer)
-        found_inf, sum_of_squares, squares_of_params = optimizer._ask_plan(
+        found_inf, sum_of_squares, squares_of_params = optimizer._call_plan(
             "step",
             optimizer._plan.compiled.prepare_copied_step,
             grad_scale,
@@ -395,10 +395,10 @@ class OffloadedStates:
         inner, optimizer = self.inner, self._optimizer()
         assert optimizer is not None
         try:
-            inner._ask_plan("step", inner._plan.compiled.step, amp_context, *inputs, chunks)
+            inner._call_plan("step", inner._plan.compiled.step, amp_context, *inputs, chunks)
             self._share_states(optimizer)
             plan, had_scale = optimizer._plan.compiled, inputs[0] is not None
-            optimizer._ask_plan("step", plan.remember_copied_step, had_scale)
+            optimizer._call_plan("step", plan.remember_copied_step, had_scale)
         except BaseException:
             self._share_failure(optimizer)
             raise
@@ -410,7 +410,7 @@ class OffloadedStates:
     def _share_failure(self, optimizer: FusedOptimizer) -> None:
         """Refuses further operations after an error between the launches of a step."""
         if self.inner._plan.compiled.failure:
-            optimizer._plan.begin_anew(self.inner._plan.compiled.failure)
+            optimizer._plan.reset(self.inner._plan.compiled.failure)
 
     def _read_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copies the inputs of a step and the learning rates that are tensors in one copy."""
@@ -555,7 +555,7 @@ class OffloadedStates:
         except BaseException as error:
             self._error = self._error or error
             if is_stepped:
-                self.inner._plan.begin_anew("a parameter that could not be copied back")
+                self.inner._plan.reset("a parameter that could not be copied back")
             if optimizer is not None:
                 self._share_failure(optimizer)
         finally:
@@ -579,7 +579,7 @@ class OffloadedStates:
         optimizer = self._optimizer()
         assert optimizer is not None
         plan = optimizer._plan.compiled
-        optimizer._ask_plan("step", plan.remember_copied_step, False)
+        optimizer._call_plan("step", plan.remember_copied_step, False)
         self.report()
 
     def _raise_error(self) -> None:

@@ -95,7 +95,7 @@ class StepPlan:
         self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
-    def begin_anew(self, failure: str | None = None) -> None:
+    def reset(self, failure: str | None = None) -> None:
         """Forgets everything that earlier steps have left, because states are being loaded.
 
         Args:
@@ -123,7 +123,9 @@ class StepPlan:
         self.compiled.forget()
         self._set(ShardedOver(), [], [])
 
-    def list_groups(self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str) -> None:
+    def register_params(
+        self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str
+    ) -> None:
         """Registers the parameters of all groups. A step adds states for parameters with gradients.
 
         Args:

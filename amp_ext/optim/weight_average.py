@@ -116,7 +116,7 @@ class WeightAverage:
         number = None if decay == "equal" else float(decay)
         self._averages = ops.WeightAverages(number, every, warmup, dtype)
         self._params: list[Tensor] = []
-        self._ask("take_average")
+        self._call_on_averages("take_average")
         if model is not None:
             self._check_model("WeightAverage", model)
         optimizer.track_step_applied()
@@ -142,20 +142,20 @@ class WeightAverage:
     def _reads(self, optimizer: FusedOptimizer) -> bool:
         return self.optimizer is optimizer and not self._is_removed
 
-    def _list(self) -> None:
+    def _register_params(self) -> None:
         """Registers the optimizer's present parameters, if they have changed."""
         if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
             _check_not_lazy(self.optimizer)
-            self._ask("list_average")
+            self._call_on_averages("register_average")
 
-    def _ask(self, operation: str) -> None:
+    def _call_on_averages(self, operation: str) -> None:
         """Makes the optimizer run an operation on the averages of its present parameters."""
         self.optimizer._check_not_offloaded(f"WeightAverage: {operation}")
-        before = self._averages.listings
+        before = self._averages.registrations
         method = getattr(self.optimizer._plan.compiled, operation)
-        self.optimizer._ask_plan(operation, method, self._averages)
+        self.optimizer._call_plan(operation, method, self._averages)
         # Keeps the parameters alive, because the compiled averages store only their addresses.
-        if self._averages.listings != before:
+        if self._averages.registrations != before:
             self._params = params_of(self.optimizer)
 
     def _check_model(self, operation: str, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class WeightAverage:
     @property
     def averages(self) -> list[Tensor]:
         """The averages in the order of the optimizer's parameters. Later steps overwrite them."""
-        self._list()
+        self._register_params()
         pairs = zip(self._params, self._averages.averages, strict=True)
         return [laid_out_as(param, average) for param, average in pairs]
 
@@ -217,7 +217,7 @@ class WeightAverage:
                     "FullyShardedDataParallel. Use fully_shard instead."
                 )
         try:
-            self._ask("swap_average")
+            self._call_on_averages("swap_average")
             _reshard(self.model)
             yield
         finally:
@@ -312,7 +312,7 @@ class WeightAverage:
                 f"{operation}: this average has no model, so its parameters have no names. "
                 "Construct it as WeightAverage(optimizer, model=model)."
             )
-        self._list()
+        self._register_params()
         self._check_model(operation, self.model)
         contents = _contents_of(self.model)
         found = set(map(id, contents.tensors.values()))
@@ -369,7 +369,7 @@ class WeightAverage:
         operation = "WeightAverage.load_state_dict"
         check_is_dict(operation, state_dict)
         self._averages.check_not_swapped(operation)
-        self._list()
+        self._register_params()
         if any(str(name).startswith(_PREFIX) for name in state_dict):
             named = self._named(operation).tensors
             names_of = {id(each): name for name, each in named.items()}
@@ -412,7 +412,7 @@ class WeightAverage:
         Raises:
             RuntimeError: If averages of this optimizer are in its parameters.
         """
-        self._ask("restart_average")
+        self._call_on_averages("restart_average")
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents for a pickle or a copy, which include the optimizer."""
@@ -445,7 +445,7 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
         held = average()
         if held is None:
             return
-        held._ask("take_average")
+        held._call_on_averages("take_average")
         if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
             captured[:] = [held]  # keeps the average alive: replays of the graph will write it
 

@@ -200,18 +200,18 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
   alignas(64) T scratch[2 + kBuffers][kChunkSize];
   T* const grads = streams.grad.results_in(scratch[0]);
   T* const params = streams.param.results_in(scratch[1]);
-  T* buffers[NumberFormats::kPlaces];
+  T* buffers[NumberFormats::kArraySize];
   streams.results_in(scratch + 2, buffers);
   constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
   for (int64_t i = 0; i < count; i += kLanes<T>) {
     if (i % kAsked == 0 && i + Streams::kFarthest < rest) streams.prefetch_ahead(i, kAsked);
     const V old_grad = streams.grad.template load<V>(i);
     const V old_param = streams.param.template load<V>(i);
-    V old_elements[NumberFormats::kPlaces];
+    V old_elements[NumberFormats::kArraySize];
     streams.load_buffers(i, old_elements);
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
-    V elements[NumberFormats::kPlaces];
+    V elements[NumberFormats::kArraySize];
     for (int k = 0; k < kBuffers; ++k) elements[k] = old_elements[k];
     update_element<NumberFormats::kRoot>(constants, grad, param, elements,
                                          typename NumberFormats::Indices());

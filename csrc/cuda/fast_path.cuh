@@ -390,7 +390,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     Unusual unusual;
     (note_codes<index>(packs, unusual), ...);
     float params[kCount];
-    float buffers[NumberFormats::kPlaces][kCount];
+    float buffers[NumberFormats::kArraySize][kCount];
     [[maybe_unused]] float roots[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

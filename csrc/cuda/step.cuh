@@ -151,12 +151,12 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   template <Dithers kWhich, int kCount, typename Constants>
   __device__ void update_values(const Constants& constants, Values<kCount>& values,
                                 int64_t first) const {
-    [[maybe_unused]] T moments[NumberFormats::kPlaces][kCount];
+    [[maybe_unused]] T moments[NumberFormats::kArraySize][kCount];
     const Words<kWhich, kCount> all_words = words_from<kWhich, kCount>(constants.step, first);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       T value = values.param.load(i);
-      T elements[NumberFormats::kPlaces] = {load_buffer<index>(values, i)...};
+      T elements[NumberFormats::kArraySize] = {load_buffer<index>(values, i)...};
       const T scaled_grad = static_cast<T>(values.grad.load(i));
       if (constants.skips(scaled_grad)) {
         if constexpr (NumberFormats::kRoot >= 0) {
@@ -180,7 +180,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
       (choose_unit<index>(values, moments[index], all_words), ...);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const T elements[NumberFormats::kPlaces] = {moments[index][i]...};
+        const T elements[NumberFormats::kArraySize] = {moments[index][i]...};
         store_elements(values, elements, i, all_words.at(i));
       }
     }
@@ -268,9 +268,9 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   // Stores the buffers of one element. Ratios come last: they need the stored second moment.
   template <int kCount, typename Words>
   __device__ void store_elements(Values<kCount>& values,
-                                 const T (&elements)[NumberFormats::kPlaces], int i,
+                                 const T (&elements)[NumberFormats::kArraySize], int i,
                                  const Words& words) const {
-    const Rounding roundings[NumberFormats::kPlaces] = {words.template of_buffer<index>()...};
+    const Rounding roundings[NumberFormats::kArraySize] = {words.template of_buffer<index>()...};
     (store_buffer</*kIsRatio=*/false, index>(values, elements[index], i, roundings[index]), ...);
     (store_buffer</*kIsRatio=*/true, index>(values, elements[index], i, roundings[index]), ...);
   }

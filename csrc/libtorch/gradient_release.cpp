@@ -84,7 +84,7 @@ void FusedOptimizer::Released::on_gradient(const at::Tensor& param) {
   step(*index, param, {}, plan(), store);
 }
 
-amp_ext::GradientRelease::Found FusedOptimizer::Released::scan() {
+amp_ext::GradientRelease::HookResults FusedOptimizer::Released::scan() {
   check_options();
   for (const auto& group : optimizer->param_groups_) {
     for (const at::Tensor& param : group.params()) {

@@ -48,7 +48,7 @@ struct FusedOptimizer::Released : amp_ext::GradientRelease,
   FusedOptimizer* optimizer;  // follows moves; null once the optimizer is destroyed
   const std::shared_ptr<const LossScale> scaler;  // null without a scaler
   int pauses = 0;
-  Found found;  // by the scan of a scaler
+  HookResults found;  // by the scan of a scaler
 
   Plan& plan() const { return *optimizer->impl_->plan; }
   void hook_params();
@@ -57,7 +57,7 @@ struct FusedOptimizer::Released : amp_ext::GradientRelease,
   // Steps a parameter and frees its gradient.
   void on_gradient(const at::Tensor& param);
   // Steps parameters that still have gradients, and returns what all hooks have found.
-  Found scan();
+  HookResults scan();
   void give_up();
   void forget();
 

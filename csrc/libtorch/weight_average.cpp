@@ -25,12 +25,12 @@ struct WeightAverage::Impl {
   }
 
   // Registers the optimizer's present parameters, if they changed since the last call.
-  void list() {
+  void register_weights() {
     const std::vector<at::Tensor> now = params_now();
     const bool are_registered =
         std::equal(now.begin(), now.end(), params.begin(), params.end(),
                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
-    if (!are_registered) ask("list_average", &WeightAverages::list);
+    if (!are_registered) ask("register_average", &WeightAverages::register_weights);
   }
 
   std::vector<at::Tensor> params_now() const {
@@ -45,11 +45,11 @@ struct WeightAverage::Impl {
 
   // Calls a method with the optimizer's weights, and updates `params` if the parameters changed.
   void ask(const char* name, AverageMethod method) {
-    const int64_t before = averages.listings();
+    const int64_t before = averages.registrations();
     optimizer.average(name, [&](Plan& plan, const MastersByParam& masters) {
       (averages.*method)(plan, masters);
     });
-    if (averages.listings() != before) params = params_now();
+    if (averages.registrations() != before) params = params_now();
   }
 };
 
@@ -67,7 +67,7 @@ void WeightAverage::update() { impl_->ask("take_average", &WeightAverages::take)
 void WeightAverage::restart() { impl_->ask("restart_average", &WeightAverages::restart); }
 
 std::vector<at::Tensor> WeightAverage::averages() const {
-  impl_->list();
+  impl_->register_weights();
   return impl_->averages.averages();
 }
 
@@ -126,7 +126,7 @@ void WeightAverage::load_state_dict(const c10::IValue& state_dict) {
       joined.push_back(whole("joined", index));
   }
   impl_->averages.check_not_swapped(operation);
-  impl_->list();
+  impl_->register_weights();
   impl_->averages.load(operation, averages, steps, n_averaged, joined);
 }
 

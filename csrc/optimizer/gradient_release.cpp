@@ -143,7 +143,7 @@ void GradientRelease::take_param(Param& param, const at::Tensor& tensor,
   const auto is_taken = [&] {
     return !param.table.slots().empty() && param.table.take_param(0, tensor);
   };
-  if (!param.table.is_for(options_.specs) || !is_taken()) {
+  if (!param.table.has_specs(options_.specs) || !is_taken()) {
     param.table.drop_slots();
     param.last_step.forget_sample();
     param.table.register_params(options_.specs, {param.registered});
@@ -229,12 +229,12 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
   ++stepped_;
 }
 
-GradientRelease::Found GradientRelease::collect(Plan& owner) {
+GradientRelease::HookResults GradientRelease::collect(Plan& owner) {
   const Lock lock(*this, owner);
   if (!is_open()) return {};
   check_has_not_failed();
   const OutsideInferenceMode normal;
-  Found found;
+  HookResults found;
   std::vector<GradScan> scans;
   for (GradScanResult& here : results_) {
     found.skipped.push_back(here.found_inf.sum());

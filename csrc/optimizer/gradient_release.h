@@ -56,7 +56,7 @@ class AMP_EXT_API HookStore : public StateStore {
 class AMP_EXT_API GradientRelease {
  public:
   // Results of the hooks of an iteration.
-  struct Found {
+  struct HookResults {
     // For each device, one float32: the number of parameters that were not updated.
     std::vector<at::Tensor> skipped;
     std::vector<at::Tensor> first_nonfinites;  // for each device, see GradScanResult
@@ -132,7 +132,7 @@ class AMP_EXT_API GradientRelease {
 
   // Adds up what the hooks have found, and ends their part of the iteration, if one is open. Throws
   // if a hook has failed.
-  Found collect(Plan& owner);
+  HookResults collect(Plan& owner);
 
   // Completes the step of the optimizer. Sets step_applied() of its plan to 1 if no parameter was
   // skipped, else to 0.
@@ -179,7 +179,7 @@ class AMP_EXT_API GradientRelease {
   ReleaseOptions options_;
   int64_t version_of_scale_ = 0;     // at the begin; each update of the scaler changes it
   bool tracks_grad_norms_ = false;   // each hook computes the norm of its gradient
-  std::vector<at::Tensor> skipped_;  // see Found
+  std::vector<at::Tensor> skipped_;  // see HookResults
   Stage stage_ = Stage::kClosed;
   int64_t stepped_ = 0;
 };

@@ -38,7 +38,7 @@ ParamSlot with_copies(const ParamSlot& slot, bool writes_grad) {
   copy.current_param = c10::MaybeOwned<at::Tensor>::owned(copy_of(slot.param()));
   copy.is_sharded = false;
   copy.shard_of = c10::MaybeOwned<at::Tensor>();
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kSlotTensors; ++list) {
     if (list == kParam || (list == kGrad && !writes_grad)) continue;
     copy.owned[list] = copy_of(slot.owned[list]);
   }

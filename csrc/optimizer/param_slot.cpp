@@ -180,7 +180,7 @@ void ParamSlot::fill_args() {
 }
 
 void ParamSlot::mark_written() {
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kSlotTensors; ++list) {
     const bool written = tensor(list).defined() && (list != kGrad || writes_grad);
     if (written) bump_version(tensor(list));
   }

@@ -29,8 +29,8 @@ struct ParamState {
 };
 
 // Indices of the tensors of a slot, as in `owned` and `fingerprints`.
-enum List { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
-inline constexpr int kLists = kBuffer0 + kMaxBuffers;
+enum SlotTensor { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
+inline constexpr int kSlotTensors = kBuffer0 + kMaxBuffers;
 
 // Returns the dtype in which kernels read a gradient: the parameter's if moments are quantized
 // (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
@@ -55,8 +55,8 @@ struct ParamSlot {
   // The parameter or this rank's shard, set only during an operation of the plan. Borrowed, because
   // counting a reference takes longer than all other work on the slot.
   c10::MaybeOwned<at::Tensor> current_param;
-  std::array<at::Tensor, kLists> owned;       // indexed by List; kParam is unused
-  std::optional<SeenTensor> param_of_master;  // parameter when its master was last rounded to it
+  std::array<at::Tensor, kSlotTensors> owned;  // indexed by SlotTensor; kParam is unused
+  std::optional<SeenTensor> param_of_master;   // parameter when its master was last rounded to it
   bool master_is_current = false;  // whether the parameter is still as in param_of_master
   bool is_sharded = false;
   bool args_are_current = false;  // whether args is up to date, except for the gradient
@@ -68,7 +68,7 @@ struct ParamSlot {
   std::optional<bool> was_contiguous;  // is_contiguous() at set_state, if the state is quantized
   int number_of_buffers = 0;
   std::optional<OptimizerKernel> kernel;
-  std::array<Fingerprint, kLists> fingerprints;
+  std::array<Fingerprint, kSlotTensors> fingerprints;
   KernelTensorArgs args;
   std::optional<SeenTensor> seen_grad;  // gradient at the last scan or the last step with a scale
   const void* seen_grad_data = nullptr;
@@ -103,12 +103,12 @@ struct ParamSlot {
   void see_grad();
   // Prefetch all tensors of the slot, or all storages, which the checks read one after the other.
   AMP_EXT_INLINE void prefetch_tensors() const {
-    for (int list = 0; list < kLists; ++list) {
+    for (int list = 0; list < kSlotTensors; ++list) {
       if (tensor(list).defined()) prefetch(tensor(list).unsafeGetTensorImpl());
     }
   }
   AMP_EXT_INLINE void prefetch_storages() const {
-    for (int list = 0; list < kLists; ++list) {
+    for (int list = 0; list < kSlotTensors; ++list) {
       if (tensor(list).defined()) prefetch(storage_of(tensor(list)));
     }
     if (seen_grad.has_value()) prefetch(seen_grad->storage._unsafe_get_target());

@@ -58,7 +58,7 @@ void ParamSlotChecks::check_grad(const ParamSlot& slot) const {
 }
 
 void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kSlotTensors; ++list) {
     const at::Tensor& tensor = slot.tensor(list);
     if (tensor.defined()) check_is_plain(operation, name_of(slot, list), tensor);
   }
@@ -70,7 +70,7 @@ void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
   const auto check = [&](int list, bool ok, const auto&... message) {
     TORCH_CHECK(ok, operation, ": ", name_of(slot, list), " must be ", message...);
   };
-  for (int list = kGrad; list < kLists; ++list) {
+  for (int list = kGrad; list < kSlotTensors; ++list) {
     const at::Tensor& tensor = slot.tensor(list);
     if (!tensor.defined()) continue;
     const at::ScalarType got = tensor.scalar_type();

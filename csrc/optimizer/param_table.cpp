@@ -165,7 +165,7 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
     slot.grad_is_current = false;
     if (slot.writes_grad || reaches_written_memory(slot.grad())) memory_is_checked_ = false;
   }
-  for (int list = 0; list < kLists; ++list) {
+  for (int list = 0; list < kSlotTensors; ++list) {
     if (list == kGrad) continue;
     const bool was_shared = slot.leave_lazy_clone(list);
     const bool has_moved = slot.take_fingerprint(list);
@@ -197,7 +197,7 @@ void ParamTable::check_memory() {
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // left by a refused step
     if (slots_[i].fingerprints[kParam].numel < 0) continue;         // never had a gradient
-    for (int list = 0; list < kLists; ++list) {
+    for (int list = 0; list < kSlotTensors; ++list) {
       const at::Tensor& tensor = slots_[i].tensor(list);
       if (!tensor.defined()) continue;
       const bool written = list != kGrad || slots_[i].writes_grad;

@@ -74,7 +74,7 @@ class AMP_EXT_API ParamTable {
   std::vector<ParamSlot>& slots() { return slots_; }
   const optim::StateSpec& spec_of(const ParamSlot& slot) const { return specs_.at(slot.group); }
   // True if the parameters were registered with these specs, one for each group.
-  bool is_for(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
+  bool has_specs(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // True if a parameter is a DTensor, sharded or replicated.
   bool has_shards() const { return has_shards_; }
   // True if ranks hold different parts of a parameter, so that no rank alone knows the norm of all

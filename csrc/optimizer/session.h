@@ -47,7 +47,7 @@ struct Session : GroupSettings {
   // false. Returns false if the parameters or the options differ from the registered ones.
   template <typename ForEachParam>
   bool take_params(const ForEachParam& for_each_param) {
-    if (!plan.params().is_for(specs)) return false;
+    if (!plan.params().has_specs(specs)) return false;
     const std::vector<ParamSlot>& slots = plan.params().slots();
     size_t index = 0;
     const bool are_registered =

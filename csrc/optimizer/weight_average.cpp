@@ -159,21 +159,21 @@ void WeightAverages::check(const Average& average, const AveragedWeight& weight)
 }
 
 // Returns the entry of a device. Adds an entry with counters of 0 if the device has none.
-WeightAverages::OfDevice& WeightAverages::on_device(std::vector<OfDevice>& devices,
-                                                    const at::Device& device) {
+WeightAverages::DeviceAverages& WeightAverages::on_device(std::vector<DeviceAverages>& devices,
+                                                          const at::Device& device) {
   const auto place = std::find_if(devices.begin(), devices.end(),
-                                  [&](const OfDevice& one) { return one.device == device; });
+                                  [&](const DeviceAverages& one) { return one.device == device; });
   if (place != devices.end()) return *place;
   return devices.emplace_back(
-      OfDevice{device, at::zeros({2}, at::TensorOptions(device).dtype(at::kLong)), {}});
+      DeviceAverages{device, at::zeros({2}, at::TensorOptions(device).dtype(at::kLong)), {}});
 }
 
-void WeightAverages::list(Plan& plan, const MastersByParam& masters) {
-  list_weights(weights_in(plan, masters));
+void WeightAverages::register_weights(Plan& plan, const MastersByParam& masters) {
+  set_weights(weights_in(plan, masters));
 }
 
 // If `begins_anew` is true, an average that no longer fits its weight is replaced by a new average.
-void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bool begins_anew) {
+void WeightAverages::set_weights(const std::vector<AveragedWeight>& weights, bool begins_anew) {
   bool are_registered = weights.size() == averages_.size();
   for (size_t i = 0; are_registered && i < weights.size(); ++i) {
     are_registered = averages_[i].object == weights[i].object;
@@ -187,7 +187,7 @@ void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bo
   std::unordered_map<const void*, const Average*> before;
   for (const Average& average : averages_) before[average.object] = &average;
   std::vector<Average> registered;
-  std::vector<OfDevice> devices;
+  std::vector<DeviceAverages> devices;
   std::vector<AveragedWeight> new_weights;
   std::vector<at::Tensor> new_averages;
   for (const AveragedWeight& weight : weights) {
@@ -211,9 +211,10 @@ void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bo
     on_device(devices, param.device())
         .indices.push_back(static_cast<int64_t>(registered.size()) - 1);
   }
-  for (OfDevice& each : devices) {
-    const auto known = std::find_if(devices_.begin(), devices_.end(),
-                                    [&](const OfDevice& one) { return one.device == each.device; });
+  for (DeviceAverages& each : devices) {
+    const auto known =
+        std::find_if(devices_.begin(), devices_.end(),
+                     [&](const DeviceAverages& one) { return one.device == each.device; });
     if (known != devices_.end()) {
       each.counters = known->counters;
     } else if (!devices_.empty()) {
@@ -224,12 +225,12 @@ void WeightAverages::list_weights(const std::vector<AveragedWeight>& weights, bo
   begin(new_weights, new_averages);
   averages_ = std::move(registered);
   devices_ = std::move(devices);
-  ++listings_;
+  ++registrations_;
 }
 
 void WeightAverages::take(Plan& plan, const MastersByParam& masters) {
   const std::vector<AveragedWeight> weights = weights_in(plan, masters);
-  list_weights(weights);
+  set_weights(weights);
   const bool is_new = last_step_.has_value() && *last_step_ != plan.last_step().number();
   last_step_ = plan.last_step().number();
   if (!is_new) return;
@@ -239,11 +240,11 @@ void WeightAverages::take(Plan& plan, const MastersByParam& masters) {
   }
 }
 
-void WeightAverages::launch(const std::vector<OfDevice>& devices,
+void WeightAverages::launch(const std::vector<DeviceAverages>& devices,
                             const std::vector<AveragedWeight>& weights,
                             const std::vector<at::Tensor>& averages, const AverageOptions& options,
                             const at::Tensor& step_applied) {
-  for (const OfDevice& one : devices) {
+  for (const DeviceAverages& one : devices) {
     const at::Tensor applied =
         step_applied.defined() ? to_device(step_applied, one.device) : step_applied;
     if (devices.size() == 1) {
@@ -266,7 +267,7 @@ void WeightAverages::begin(const std::vector<AveragedWeight>& weights,
                            const std::vector<at::Tensor>& averages) {
   AverageOptions options = options_;
   options.every = 1;
-  std::vector<OfDevice> devices;
+  std::vector<DeviceAverages> devices;
   for (size_t i = 0; i < averages.size(); ++i) {
     on_device(devices, averages[i].device()).indices.push_back(static_cast<int64_t>(i));
   }
@@ -289,17 +290,17 @@ void WeightAverages::begin_joined(const std::vector<AveragedWeight>& weights) {
 void WeightAverages::restart(Plan& plan, const MastersByParam& masters) {
   check_not_swapped("WeightAverage.restart");
   const std::vector<AveragedWeight> weights = weights_in(plan, masters);
-  list_weights(weights, /*begins_anew=*/true);
+  set_weights(weights, /*begins_anew=*/true);
   begin(weights, averages());
   for (Average& average : averages_) average.has_joined = false;
-  for (const OfDevice& one : devices_) one.counters.zero_();
+  for (const DeviceAverages& one : devices_) one.counters.zero_();
   last_step_ = plan.last_step().number();
 }
 
 void WeightAverages::swap_in(Plan& plan, const MastersByParam& masters) {
   check_not_swapped("WeightAverage.swap");
   const std::vector<AveragedWeight> weights = weights_in(plan, masters);
-  list_weights(weights);
+  set_weights(weights);
   try {
     write_averages(weights);
     plan.set_swapped_in(true);
@@ -415,7 +416,7 @@ void WeightAverages::load(const std::string& operation, const std::vector<at::Te
     averages_[i].has_joined = false;
   }
   for (const int64_t index : joined) averages_[index].has_joined = true;
-  for (const OfDevice& one : devices_) one.counters.copy_(counters);
+  for (const DeviceAverages& one : devices_) one.counters.copy_(counters);
 }
 
 }  // namespace amp_ext

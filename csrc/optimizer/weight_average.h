@@ -38,9 +38,9 @@ class AMP_EXT_API WeightAverages {
 
   // Keeps one average for each of the optimizer's parameters, in this order. A new average starts
   // at the present weight. Averages of parameters that the optimizer no longer has are dropped.
-  void list(Plan& plan, const MastersByParam& masters);
+  void register_weights(Plan& plan, const MastersByParam& masters);
   // Returns how often the parameters have changed.
-  int64_t listings() const { return listings_; }
+  int64_t registrations() const { return registrations_; }
 
   // Adds the weights after the last step to the averages, at most once for each step. The first
   // call adds nothing, because its step was taken before the averages existed. The average of a
@@ -80,7 +80,7 @@ class AMP_EXT_API WeightAverages {
     bool has_joined;  // whether its weight was registered since the last step
   };
   // Averages on one device.
-  struct OfDevice {
+  struct DeviceAverages {
     at::Device device;
     at::Tensor counters;
     std::vector<int64_t> indices;
@@ -94,24 +94,24 @@ class AMP_EXT_API WeightAverages {
     std::string name;
   };
 
-  static OfDevice& on_device(std::vector<OfDevice>& devices, const at::Device& device);
+  static DeviceAverages& on_device(std::vector<DeviceAverages>& devices, const at::Device& device);
   static bool fits(const Average& average, const AveragedWeight& weight);
   void check(const Average& average, const AveragedWeight& weight) const;
-  void list_weights(const std::vector<AveragedWeight>& weights, bool begins_anew = false);
-  void launch(const std::vector<OfDevice>& devices, const std::vector<AveragedWeight>& weights,
-              const std::vector<at::Tensor>& averages, const AverageOptions& options,
-              const at::Tensor& step_applied);
+  void set_weights(const std::vector<AveragedWeight>& weights, bool begins_anew = false);
+  void launch(const std::vector<DeviceAverages>& devices,
+              const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages,
+              const AverageOptions& options, const at::Tensor& step_applied);
   void write_averages(const std::vector<AveragedWeight>& weights);
   void begin(const std::vector<AveragedWeight>& weights, const std::vector<at::Tensor>& averages);
   void begin_joined(const std::vector<AveragedWeight>& weights);
 
   AverageOptions options_;
   std::vector<Average> averages_;
-  std::vector<OfDevice> devices_;
+  std::vector<DeviceAverages> devices_;
   bool is_swapped_ = false;
   std::vector<Replaced> replaced_;
   StepScratch scratch_;
-  int64_t listings_ = 0;
+  int64_t registrations_ = 0;
   std::optional<int64_t> last_step_;  // Plan::steps() at the last take() or restart(), if any
 };
 

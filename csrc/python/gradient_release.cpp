@@ -165,7 +165,7 @@ void define_gradient_release(py::module_& module) {
       .def(
           "collect",
           [](ReleaseOfPython& self, PlanOfPython& plan) {
-            const GradientRelease::Found found = self.collect(plan);
+            const GradientRelease::HookResults found = self.collect(plan);
             return std::make_tuple(found.skipped, found.first_nonfinites,
                                    if_defined(found.sum_of_squares),
                                    if_defined(found.squares_of_params));

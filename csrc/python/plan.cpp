@@ -371,7 +371,7 @@ void define_averages(py::module_& module) {
       .def_property_readonly("averages", &WeightAverages::averages)
       .def_property_readonly("counters",
                              [](const WeightAverages& self) { return if_defined(self.counters()); })
-      .def_property_readonly("listings", &WeightAverages::listings);
+      .def_property_readonly("registrations", &WeightAverages::registrations);
 }
 
 }  // namespace
@@ -388,7 +388,7 @@ void define_plan(py::module_& module) {
   plan.attr("_answers") = py::tuple(module.attr("PlanAnswer"));
   const std::pair<const char*, AverageMethod> averages[] = {
       {"take_average", &WeightAverages::take},
-      {"list_average", &WeightAverages::list},
+      {"register_average", &WeightAverages::register_weights},
       {"restart_average", &WeightAverages::restart},
       {"swap_average", &WeightAverages::swap_in}};
   for (const auto& [name, method] : averages) {

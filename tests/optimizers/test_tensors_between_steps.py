@@ -168,9 +168,9 @@ def test_what_others_keep_in_a_state_makes_no_new_plan(monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {"lr": 0.1})
     optimizer.step()
     listed = []
-    list_groups = StepPlan.list_groups
+    register_params = StepPlan.register_params
     monkeypatch.setattr(
-        StepPlan, "list_groups", lambda *args: (listed.append(1), list_groups(*args))
+        StepPlan, "register_params", lambda *args: (listed.append(1), register_params(*args))
     )
     for index in range(3):
         for state in optimizer.state.values():
@@ -311,7 +311,7 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch
 
 @pytest.mark.parametrize(
     ("arguments", "place", "name"),
-    [((), step_plan, "init_states"), ((torch.zeros(()),), StepPlan, "list_groups")],
+    [((), step_plan, "init_states"), ((torch.zeros(()),), StepPlan, "register_params")],
     ids=["step", "scan"],
 )
 def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeypatch) -> None:
