@@ -177,7 +177,11 @@ class GradientRelease:
             self._compiled.on_gradient(plan, self, optimizer, param)
             return
         with offload.hooks:
-            self._compiled.open(plan, self)
+            try:
+                self._compiled.open(plan, self)
+            except RuntimeError:
+                offload.raise_error()  # the cause, if a step in the thread has failed
+                raise
             inner = offload.inner
             offload.step_in_backward(
                 param,

@@ -491,7 +491,7 @@ class OffloadedStates:
             RuntimeError: If the gradient is sparse or part of a graph, or if the parameter was
                 frozen when the iteration began.
         """
-        self._raise_error()
+        self.raise_error()
         host, grad = self._hosts.get(param), param.grad
         if host is None or grad is None:
             return
@@ -572,7 +572,7 @@ class OffloadedStates:
         self._await_thread()
         if is_given_up and self._has_raised:
             self._error = None
-        self._raise_error()
+        self.raise_error()
 
     def complete_backward(self) -> None:
         """Completes an iteration: registers what was stepped, and copies the norms up."""
@@ -582,7 +582,8 @@ class OffloadedStates:
         optimizer._call_plan("step", plan.remember_copied_step, False)
         self.report()
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raises the error of a step in the thread, if there is one that was not raised yet."""
         error, self._error = self._error, None
         if error is not None:
             self._has_raised = True
