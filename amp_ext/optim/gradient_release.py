@@ -176,17 +176,20 @@ class GradientRelease:
         if offload is None:
             self._compiled.on_gradient(plan, self, optimizer, param)
             return
-        with offload.hooks:
+        inner = offload.inner
+
+        def step(host: Tensor) -> None:
+            self._compiled.on_gradient(inner._plan.compiled, self, inner, host)
+
+        def copy_and_step() -> None:
             try:
                 self._compiled.open(plan, self)
             except RuntimeError:
                 offload.raise_error()  # the cause, if a step in the thread has failed
                 raise
-            inner = offload.inner
-            offload.step_in_backward(
-                param,
-                lambda host: self._compiled.on_gradient(inner._plan.compiled, self, inner, host),
-            )
+            offload.step_in_backward(param, step)
+
+        self._compiled.in_turn(copy_and_step)
 
     @property
     def _owner(self) -> FusedOptimizer:

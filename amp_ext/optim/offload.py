@@ -145,8 +145,6 @@ class OffloadedStates:
         self._hosts: dict[Tensor, HostCopy] = {}  # by the parameter on the device
         self._layout: Layout | None = None
         self._ring = torch.empty(0, dtype=torch.uint8)
-        #: Held by hooks that step parameters in the backward pass.
-        self.hooks = threading.Lock()
         self._hook_buffers = HookBuffers(self._ring, 0)
         #: Results of the last step, on the device of the parameters.
         self.reports: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -26,6 +27,7 @@ struct ReleaseOfPython : GradientRelease {
   }
 
   std::vector<StateSnapshot> states;  // [params], as the last hook of each parameter left them
+  std::mutex offloading;              // held by the hook that copies its gradient to the host
 };
 
 namespace {
@@ -71,6 +73,17 @@ class StatesOfHook : public HookStore {
   py::object made_;
   std::optional<py::gil_scoped_release> without_gil_;
 };
+
+// Calls `work` while no other hook does. An interrupt can't leave the mutex locked, as it can leave
+// a lock of Python.
+void in_turn(ReleaseOfPython& mine, const py::object& work) {
+  std::unique_lock<std::mutex> lock(mine.offloading, std::defer_lock);
+  {
+    const py::gil_scoped_release release;
+    lock.lock();
+  }
+  work();
+}
 
 // Takes the lock without the GIL, which the thread that holds the lock may need. Begins an
 // iteration unless hooks have begun it. `owner` is the GradientRelease of Python.
@@ -147,6 +160,7 @@ void define_gradient_release(py::module_& module) {
             self.states.assign(rows.size(), {});
           },
           py::arg("rows"))
+      .def("in_turn", &in_turn, py::arg("work"))
       .def(
           "open",
           [](ReleaseOfPython& self, PlanOfPython& plan, const py::object& owner) {
