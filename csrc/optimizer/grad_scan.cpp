@@ -106,8 +106,8 @@ void launch_scan(GradScan& scan, const GradScanInputs& inputs, StepScratch& scra
 
 }  // namespace
 
-void scan_gradient(const ParamTable& params, int64_t index, const GradScanResult& result,
-                   const GradScanInputs& inputs, StepScratch& scratch) {
+void scan_only_gradient(const ParamTable& params, int64_t index, const GradScanResult& result,
+                        const GradScanInputs& inputs, StepScratch& scratch) {
   const ParamSlot& slot = params.slots().front();
   params.checks().check_grad(slot);
   GradScan scan{result};

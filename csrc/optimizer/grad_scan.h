@@ -83,10 +83,11 @@ struct GradScanInputs {
   StepNorms norms;            // norms that tell which sums to compute
 };
 
-// Scans the gradient of the only parameter of a table into the tensors of `result`, as the gradient
-// of parameter `index`.
-void scan_gradient(const ParamTable& params, int64_t index, const GradScanResult& result,
-                   const GradScanInputs& inputs, StepScratch& scratch);
+// Scans the gradient of a table that has one parameter, with the scale and skip_nonfinite of
+// `inputs`. Writes into the tensors of `result`, which other gradients may share: `index` counts
+// the parameter among all of the optimizer.
+void scan_only_gradient(const ParamTable& params, int64_t index, const GradScanResult& result,
+                        const GradScanInputs& inputs, StepScratch& scratch);
 
 // Scans all gradients of a table. The results have no first_nonfinite.
 std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,

@@ -209,8 +209,9 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
       inputs.gradients.grad_scale = options_.grad_scale;
       inputs.gradients.found_inf = here.found_inf;
     }
-    scan_gradient(param.table, index, here,
-                  {{}, options_.grad_scale, options_.clipping.skip_nonfinite, {}}, param.scratch);
+    scan_only_gradient(param.table, index, here,
+                       {{}, options_.grad_scale, options_.clipping.skip_nonfinite, {}},
+                       param.scratch);
   }
   check_step(param.table, slot, options_.table, inputs.gradients, store);
   const std::vector<StepBatch> batches =

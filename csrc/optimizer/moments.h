@@ -26,7 +26,8 @@ struct AMP_EXT_API MomentFormat {
   BufferCode code;       // quantized format, or kNone
 
   bool is_coded() const { return code != BufferCode::kNone; }
-  // key() is the key of the elements, exponents_key() that of the block exponents, or empty.
+  // key() is the key of the elements, exponents_key() that of the block exponents, or empty. keys()
+  // has the keys that are not empty.
   std::string key() const;
   std::string exponents_key() const;
   std::vector<std::string> keys() const;

@@ -15,7 +15,7 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
   if (most != specs.end()) checks_.buffer_names = most->names();
   specs_ = std::move(specs);
   slots_.reserve(params.size());
-  has_shards_ = is_partitioned_ = false;
+  has_dtensors_ = is_partitioned_ = false;
   for (const Param& param : params) {
     ParamSlot& slot = slots_.emplace_back();
     slot.group = param.group;
@@ -24,7 +24,7 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
     slot.is_sharded = param.partition.has_value();
     slot.partition = param.partition.value_or(0);
     slot.global_offset = slot.args.global_offset = param.global_offset;
-    has_shards_ |= slot.is_sharded;
+    has_dtensors_ |= slot.is_sharded;
     is_partitioned_ |= slot.partition != 0;
     const auto found = remembered_.find(slot.object);
     if (found == remembered_.end()) continue;
@@ -216,9 +216,10 @@ void ParamTable::check_memory() {
 bool ParamTable::reaches_written_memory(const at::Tensor& grad) const {
   if (!is_plain(grad)) return false;  // check_grad will throw
   const at::DataPtr& data = storage_of(grad)->data_ptr();
-  const bool is_owned = data.get_context() == data.get();  // false for memory of other libraries
-  if (is_owned && grad.storage().use_count() == 1) return false;
-  return !is_owned || written_storages_.count(data.get()) != 0;
+  // Memory of other libraries may be reached by more than this storage.
+  const bool is_of_torch = data.get_context() == data.get();
+  if (is_of_torch && grad.storage().use_count() == 1) return false;
+  return !is_of_torch || written_storages_.count(data.get()) != 0;
 }
 
 bool ParamTable::gradients_are_as_seen() const {

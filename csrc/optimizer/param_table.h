@@ -76,7 +76,7 @@ class AMP_EXT_API ParamTable {
   // True if the parameters were registered with these specs, one for each group.
   bool has_specs(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // True if a parameter is a DTensor, sharded or replicated.
-  bool has_shards() const { return has_shards_; }
+  bool has_dtensors() const { return has_dtensors_; }
   // True if ranks hold different parts of a parameter, so that no rank alone knows the norm of all
   // gradients. A replicated DTensor does not count.
   bool is_partitioned() const { return is_partitioned_; }
@@ -96,6 +96,7 @@ class AMP_EXT_API ParamTable {
   // Drops all references to parameters and gradients, at the end of an operation.
   void release_params();
 
+  // Checks tensors of the slots, and names them in errors.
   const ParamSlotChecks& checks() const { return checks_; }
   const std::string& operation() const { return checks_.operation; }
 
@@ -147,7 +148,7 @@ class AMP_EXT_API ParamTable {
   ParamSlotChecks checks_;
   std::vector<optim::StateSpec> specs_;  // [groups], as registered
   std::vector<ParamSlot> slots_;
-  bool has_shards_ = false;
+  bool has_dtensors_ = false;
   bool is_partitioned_ = false;
   bool memory_is_checked_ = false;
   std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write

@@ -92,7 +92,7 @@ struct Operation : Session {
       if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt, for example
     } catch (const std::exception&) {
     }
-    if (!is_current || !plan.params().has_shards()) return;
+    if (!is_current || !plan.params().has_dtensors()) return;
     for (const py::handle shard : step_plan.attr("shards")()) {
       auto [index, param, grad] = py::cast<std::tuple<int64_t, at::Tensor, OptionalTensor>>(shard);
       plan.params().set_shard(index, std::move(param), std::move(grad).value_or(at::Tensor()));
