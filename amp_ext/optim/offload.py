@@ -448,6 +448,7 @@ class OffloadedStates:
         """Returns the memory of the buffers for gradients, each of at least ``buffer_bytes``."""
         if self._ring.numel() < buffer_bytes * BUFFERS:
             self._ring = self._transport.allocate(buffer_bytes * BUFFERS)
+            self._layout = None  # its gradients are in the old buffers
         return self._ring
 
     def report(self) -> None:

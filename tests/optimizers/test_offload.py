@@ -1000,6 +1000,23 @@ def test_offload_and_release_begin_and_end_in_any_order() -> None:
             assert_same_bits(*optimizers)
 
 
+def test_steps_go_on_after_hooks_have_enlarged_the_buffers() -> None:
+    optimizers = cases.pair("AdamW", {"lr": 0.05}, F32, shapes=[(40,), (900,)])
+    offloaded(optimizers[0], chunk_bytes=1)
+    small = [(params_of(optimizer)[0], optimizer) for optimizer in optimizers]
+    for param, optimizer in small:
+        scaler = amp_ext.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    with release_gradients(optimizers[0]):
+        iterate(*optimizers)
+    for param, optimizer in small:
+        param.sum().backward()  # not scaled, unlike the last gradient in the small buffers
+        optimizer.step()
+    assert_same_bits(*optimizers)
+
+
 def test_offload_that_ends_in_an_iteration_gives_up_its_batch() -> None:
     optimizers = released()
     for optimizer in optimizers:
