@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -33,7 +34,12 @@ struct AMP_EXT_API ReleaseOptions : GroupSettings {
     double value;  // the version counter, if the option is a tensor
     const void* tensor = nullptr;
 
-    bool operator==(const Number&) const = default;
+    bool operator==(const Number& other) const {
+      const auto all = [](const Number& number) {
+        return std::tie(number.group, number.option, number.value, number.tensor);
+      };
+      return all(*this) == all(other);
+    }
   };
   std::vector<Number> numbers;  // of all groups; must stay the same during the iteration
   // The loss scale, one float32 that each update of the scaler writes; nullopt without a scaler.

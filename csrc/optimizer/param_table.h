@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -49,7 +50,13 @@ class AMP_EXT_API ParamTable {
     // Index of the shard's first element in the full tensor; dithered rounding depends on it.
     int64_t global_offset = 0;
 
-    bool operator==(const Param&) const = default;
+    bool operator==(const Param& other) const {
+      const auto all = [](const Param& param) {
+        return std::tie(param.group, param.index_in_group, param.object, param.partition,
+                        param.global_offset);
+      };
+      return all(*this) == all(other);
+    }
   };
 
   explicit ParamTable(ParamSlotChecks checks) : checks_(std::move(checks)) {}
