@@ -156,7 +156,13 @@ class GradientRelease:
 
     def _hook(self, param: Tensor) -> None:
         """Registers the hook of a parameter that requires a gradient, unless it has one."""
-        if id(param) in self._hooks or not param.requires_grad:
+        if id(param) in self._hooks:
+            # torch.utils.swap_tensors, which Module.to may call, leaves autograd's half of the
+            # hooks with the other tensor. Setting the dict again installs it.
+            hooks = param._post_accumulate_grad_hooks
+            param._post_accumulate_grad_hooks = hooks
+            return
+        if not param.requires_grad:
             return
         reference = weakref.ref(self)  # otherwise a cycle through autograd would keep all alive
 

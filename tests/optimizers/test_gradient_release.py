@@ -385,6 +385,21 @@ def test_frozen_parameters_and_those_added_later() -> None:
     assert_same_bits(*results)
 
 
+def test_a_conversion_that_swaps_tensors_loses_no_hook_for_long() -> None:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    for step in range(3):
+        one_pass(model, torch.ones(4, 8, dtype=model[0].weight.dtype), None)
+        is_free = [param.grad is None for param in model.parameters()]
+        assert is_free == [step != 1] * 4
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            with cases.swapping(True):
+                model.to(BF16)
+
+
 def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.1)
