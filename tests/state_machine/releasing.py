@@ -73,6 +73,7 @@ class Releasing(Watching):
             return
         if end == "step":
             self.did(f"released_iteration {self.end_by_step(sides, scalers, step, totals)}")
+            sides.hooked.update(pair.mine for pair in totals)
             return
         stepped = {pair: totals[pair] for pair in grads[-1] if pair.mine.grad is None}
         self.end_otherwise(sides, scalers, end, stepped)
@@ -135,10 +136,9 @@ class Releasing(Watching):
                     torch.autograd.backward(params, [grad.clone() for grad in each.values()])
             for pair, grad in each.items():
                 totals[pair] = totals[pair] + grad if pair in totals else grad
-                # A new parameter gets its hook in this iteration, perhaps too late.
+                # step() gives a parameter its hook if it is new or was swapped.
                 is_released = pair.mine.grad is None
                 assert is_released == is_last or (is_last and pair.mine not in sides.hooked)
-        sides.hooked.update(pair.mine for pair in totals)
         return totals
 
     def end_by_step(
