@@ -17,6 +17,7 @@ from torch import nn
 
 from amp_ext import ops, optim
 from amp_ext.optim.options import CODED_STATES
+from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
 from amp_ext.sharding import is_over_rows
 
 __all__ = [
@@ -55,11 +56,7 @@ NOT_COUNTED = (
 
 _COUNT = re.compile(r"((?:\d{1,3}(?:[,_]\d{3})+|\d+)(?:\.\d+)?(?:e\+?\d\d?)?)\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_BLOCK = 32  # elements of a block, which share an exponent
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-
-# Maps the option ``master_weights`` to the bytes that a master adds to a 16-bit parameter element.
-_MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,11 +254,13 @@ def _usage(
             continue
         gradients.append(each.number * dtype.itemsize)
         if dtype in _SIXTEEN_BIT:
-            sizes["masters"] += each.number * _MASTER_BYTES[configuration.master_weights]
+            sizes["masters"] += each.number * MASTER_BYTES[configuration.master_weights]
         elif dtype != torch.float32:
             state_dtype = None
         for code in _STATES[optimizer]:
-            sizes["states"] += _state_bytes(each, state_dtype or dtype, code)
+            sizes["states"] += bytes_of_moment(
+                each.number, state_dtype or dtype, code, each.has_blocks
+            )
     sizes["gradients"] = in_flight(gradients)
     if offloaded:
         sizes["copies"] = sum(gradients)  # a gradient has the size of its parameter
@@ -271,18 +270,6 @@ def _usage(
         parameter_count=sum(each.number for each in params),
         bytes={**sizes, "total": sum(sizes.values())},
     )
-
-
-def _state_bytes(each: _Elements, dtype: torch.dtype | str, code: str) -> int:
-    """Returns the bytes of a state with its exponents; ``code`` is its 8-bit format, or empty."""
-    if isinstance(dtype, torch.dtype):
-        return each.number * dtype.itemsize
-    if code == "q8h":
-        return each.number
-    # Falls back to bfloat16, as do the roots of second moments with "8bit-bf16".
-    if not code or not each.has_blocks or (code == "q8s" and dtype != "8bit"):
-        return 2 * each.number
-    return each.number + -(-each.number // _BLOCK)
 
 
 def parse_count(text: int | float | str) -> int:

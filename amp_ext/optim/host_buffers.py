@@ -47,7 +47,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor, is_copy: bool = True) -> None:
         self.tensor = tensor
         self.is_copy = is_copy  # False if `tensor` is empty, because the parameter is frozen
-        self.seen: Seen | None = None  # None if the parameter has to be copied
+        self.seen: Seen | None = None  # what is in the copy; None: nothing yet
 
     def fits(self, param: Tensor) -> bool:
         """Returns True if the parameter has still the dtype and layout of the copy."""

@@ -33,6 +33,7 @@ from amp_ext.optim.host_buffers import (
     set_grad,
     strided,
 )
+from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
 from amp_ext.optim.state_store import PlacedParam, init_states
 from amp_ext.optim.transport import CudaTransport, Transport, available_host_memory
 from amp_ext.optim.weight_average import has_average
@@ -42,9 +43,7 @@ __all__ = ["OffloadedStates", "offload_states"]
 
 #: Bytes of gradients that are copied and stepped together. A larger gradient is a chunk of its own.
 CHUNK_BYTES = 32 << 20
-# Bytes of an element: of the master of a 16-bit parameter, and of a moment. None: as the parameter.
-_MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
-_MOMENT_BYTES: dict[Any, int | None] = {"float32": 4, "bfloat16": 2, None: None}
+_MOMENT_DTYPES: dict[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -148,7 +147,7 @@ class OffloadedStates:
         self._hook_buffers = HookBuffers(self._ring, 0)
         #: Results of the last step, on the device of the parameters.
         self.reports: dict[str, Tensor] = {}
-        self._error: BaseException | None = None  # of a step in the backward pass
+        self._error: BaseException | None = None  # error of a step in the backward pass
         self._has_raised = False  # whether such an error was raised in this iteration
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._pid = 0
@@ -186,6 +185,12 @@ class OffloadedStates:
         """Calls :meth:`remove`."""
         self.remove()
 
+    @property
+    def _owner(self) -> FusedOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
     @staticmethod
     def _end_iteration(optimizer: FusedOptimizer) -> None:
         """Ends an iteration of released gradients, in which the place of states can't change."""
@@ -210,8 +215,7 @@ class OffloadedStates:
 
     def _prepare(self) -> None:
         """Makes the inner optimizer equal to the optimizer: parameters, options and states."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer = self._owner
         self._await_thread()
         params = params_of(optimizer)
         self._allocate_hosts(optimizer)
@@ -314,9 +318,7 @@ class OffloadedStates:
         """Creates missing states in host memory."""
         self.synchronize()
         self.inner.init_state()
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        self._share_states(optimizer)
+        self._share_states(self._owner)
 
     def refresh_masters(self) -> None:
         """Copies all parameters into host memory, and updates the masters there."""
@@ -361,26 +363,14 @@ class OffloadedStates:
                 del self._users["step"]
 
     def _step(
-        self,
-        amp_context: AmpStepContext,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        sum_of_squares: Tensor | None,
-        squares_of_params: Tensor | None,
+        self, amp_context: AmpStepContext, grad_scale: Tensor | None, *found: Tensor | None
     ) -> None:
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer = self._owner
         self._check_can_step(optimizer)
-        found_inf, sum_of_squares, squares_of_params = optimizer._call_plan(
-            "step",
-            optimizer._plan.compiled.prepare_copied_step,
-            grad_scale,
-            found_inf,
-            sum_of_squares,
-            squares_of_params,
-        )
+        prepare = optimizer._plan.compiled.prepare_copied_step
+        found = optimizer._call_plan("step", prepare, grad_scale, *found)
         self._prepare()
-        inputs = self._read_inputs([grad_scale, found_inf, sum_of_squares, squares_of_params])
+        inputs = self._read_inputs([grad_scale, *found])
         chunks = self._chunks()
         self._transport.begin()
         self._run(lambda: self._step_on_host(amp_context, inputs, chunks))
@@ -390,8 +380,7 @@ class OffloadedStates:
         self, amp_context: AmpStepContext, inputs: list[Tensor | None], chunks: Chunks
     ) -> None:
         """Steps the host copies. Runs in the thread, where no interrupt can stop it."""
-        inner, optimizer = self.inner, self._optimizer()
-        assert optimizer is not None
+        inner, optimizer = self.inner, self._owner
         try:
             inner._call_plan("step", inner._plan.compiled.step, amp_context, *inputs, chunks)
             self._share_states(optimizer)
@@ -413,7 +402,7 @@ class OffloadedStates:
     def _read_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copies the inputs of a step and the learning rates that are tensors in one copy."""
         rates = [group["lr"] for group in self.inner.param_groups]
-        read = self.read([*inputs, *(rate if _is_tensor(rate) else None for rate in rates)])
+        read = self.read([*inputs, *(rate if isinstance(rate, Tensor) else None for rate in rates)])
         for group, rate in zip(self.inner.param_groups, read[len(inputs) :], strict=True):
             if rate is not None:
                 group["lr"] = rate
@@ -443,6 +432,10 @@ class OffloadedStates:
         layout.close_gaps(grads)
         increment_version(self._ring)  # the gradients are new, although their memory is not
         return Chunks(self._transport, layout, list(self._hosts.items()), grads)
+
+    def _buffer_bytes(self, sizes: list[int]) -> int:
+        """Returns the bytes of a buffer for gradients of these sizes: a chunk, or the largest."""
+        return min(sum(sizes), max([self._chunk_bytes, *sizes]))
 
     def _reserve(self, buffer_bytes: int) -> Tensor:
         """Returns the memory of the buffers for gradients, each of at least ``buffer_bytes``."""
@@ -511,7 +504,7 @@ class OffloadedStates:
         if self._hook_buffers.buffer_bytes < aligned_bytes(grad):
             sizes = [aligned_bytes(each.tensor) for each in self._hosts.values()]
             widened = -(-grad.element_size() // param.element_size())  # float32 gradients
-            buffer_bytes = widened * max(*sizes, min(sum(sizes), self._chunk_bytes))
+            buffer_bytes = widened * self._buffer_bytes(sizes)
             self._hook_buffers = HookBuffers(self._reserve(buffer_bytes), buffer_bytes)
         view = self._hook_buffers.place(grad)
         increment_version(view)
@@ -575,10 +568,8 @@ class OffloadedStates:
 
     def complete_backward(self) -> None:
         """Completes an iteration: registers what was stepped, and copies the norms up."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        plan = optimizer._plan.compiled
-        optimizer._call_plan("step", plan.remember_copied_step, False)
+        optimizer = self._owner
+        optimizer._call_plan("step", optimizer._plan.compiled.remember_copied_step, False)
         self.report()
 
     def raise_error(self) -> None:
@@ -681,18 +672,16 @@ class OffloadedStates:
         available = available_host_memory()
         if available is None:
             return
-        params, states, largest, total = 0, 0, 0, 0
+        states, sizes = 0, []
         for group_index, group in enumerate(optimizer.param_groups):
             spec = optimizer.state_spec_of(group)
             for index, param in enumerate(group["params"]):
                 if not _needs_copy(optimizer, param):
                     continue
                 self._check_param(param, f"group {group_index}, param {index}")
-                params += aligned_bytes(param)
-                largest = max(largest, aligned_bytes(param))
-                total += aligned_bytes(param)
-                states += _state_bytes(spec, param)
-        buffers = BUFFERS * min(total, max(largest, self._chunk_bytes))
+                sizes.append(aligned_bytes(param))
+                states += _state_bytes(optimizer, spec, param)
+        params, buffers = sum(sizes), BUFFERS * self._buffer_bytes(sizes)
         needed = params + states + buffers
         if needed > available:
             raise RuntimeError(
@@ -719,21 +708,15 @@ def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None or param in optimizer.state
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _state_bytes(spec: ops.StateSpec, param: Tensor) -> int:
+def _state_bytes(optimizer: FusedOptimizer, spec: ops.StateSpec, param: Tensor) -> int:
     """Returns the bytes of a parameter's state, without its step counter."""
-    numel, moments = param.numel(), len(spec.names)
-    size = _MASTER_BYTES[spec.master_weights] * numel if param.dtype != torch.float32 else 0
-    if spec.state_dtype in _MOMENT_BYTES:
-        return size + moments * numel * (_MOMENT_BYTES[spec.state_dtype] or param.element_size())
-    has_blocks = ops.fits_blocks(param, True)
-    in_blocks = numel + numel // 32 if has_blocks else 2 * numel
-    if moments < 2:
-        return size + moments * in_blocks
-    return size + numel + (in_blocks if spec.state_dtype == "8bit" else 2 * numel)
+    numel, has_blocks = param.numel(), ops.fits_blocks(param, True)
+    dtype = _MOMENT_DTYPES.get(spec.state_dtype, spec.state_dtype) or param.dtype
+    buffers = optimizer.description.buffers[: len(spec.names)]
+    size = sum(bytes_of_moment(numel, dtype, each.code, has_blocks) for each in buffers)
+    return (
+        size if param.dtype == torch.float32 else size + numel * MASTER_BYTES[spec.master_weights]
+    )
 
 
 def _gib(size: int) -> str:
