@@ -223,7 +223,7 @@ def measure_form(
     return [form.name, *cells], wrong
 
 
-# Other packages.
+# The steps of other packages.
 
 
 @dataclass

@@ -36,6 +36,6 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|collections|typing|enum|abc|os)\..*"),
     (r"py:class", r"[A-Z]\w*(Error|Warning)|bool|dict|float|int|list|str|tuple|None"),
-    # Of others, of the compiled module, and of no use to users.
+    # Classes of other packages, of the compiled module, and those that users do not need.
     (r"py:class", r"Table|Tensor|amp_ext\._C\..*|ops\.[A-Z]\w*|amp_ext\.optim\.transport\..*"),
 ]

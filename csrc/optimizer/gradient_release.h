@@ -41,7 +41,7 @@ struct AMP_EXT_API ReleaseOptions : GroupSettings {
       return all(*this) == all(other);
     }
   };
-  std::vector<Number> numbers;  // of all groups; must stay the same during the iteration
+  std::vector<Number> numbers;  // options of all groups, which must not change in the iteration
   // The loss scale, one float32 that each update of the scaler writes; nullopt without a scaler.
   OptionalTensor scale;
   OptionalTensor grad_scale;  // `scale`, or a copy of it on the device of the parameters
@@ -179,8 +179,8 @@ class AMP_EXT_API GradientRelease {
   std::mutex mutex_;
   std::deque<Param> params_;
   std::unordered_map<const void*, int64_t> indices_;
-  // What hooks write on each device. found_inf and squares_of_params have one element for each
-  // parameter. sum_of_squares means nothing, because hooks on several streams add to it.
+  // Results that hooks write, one for each device. found_inf and squares_of_params have one element
+  // for each parameter. sum_of_squares means nothing, because hooks on several streams add to it.
   std::vector<GradScanResult> results_;
   ReleaseOptions options_;
   int64_t version_of_scale_ = 0;     // at the begin; each update of the scaler changes it
