@@ -7,11 +7,11 @@
     python scripts/time_host.py --rows kernel --elements 2048,16777216  # faster cache, main memory
 
 Run `make build` first: the build in place of this checkout is timed. The rows are steps of AdamW,
-and of SGD with momentum, on tensors of 64 elements: plain, with `max_grad_norm`, and under our or
-torch's scaler (`scale`, `step` and `update`). Every step gets new gradients, which are not timed.
-In rows with "cold", a pass over 64 MB empties the caches before each step. Other rows time CPU
-kernels on one tensor of `--elements` (by default 2^18, which fits a cache), and the import of
-amp_ext after torch.
+also with bfloat16 parameters, and of SGD with momentum, on tensors of 64 elements: plain, with
+`max_grad_norm`, and under our or torch's scaler (`scale`, `step` and `update`). Every step gets new
+gradients, which are not timed. In rows with "cold", a pass over 64 MB empties the caches before
+each step. Other rows time CPU kernels on one tensor of `--elements` (by default 2^18, which fits a
+cache), and the import of amp_ext after torch.
 
 Each commit runs in two processes, which take turns and are restarted many times. The least time of
 each process counts. The column "itself" is the larger ratio between two processes of the same
@@ -36,8 +36,14 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIMIZERS = {"AdamW": {"lr": 1e-3}, "SGD": {"lr": 1e-3, "momentum": 0.9}}
-COUNTS = (2, 6, 20, 1000)
+F16, BF16 = torch.float16, torch.bfloat16
+OPTIMIZERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "AdamW": (torch.float32, {}),
+    "AdamW bf16 + master": (BF16, {}),
+    "AdamW bf16 + split": (BF16, {"master_weights": "split", "state_dtype": BF16}),
+    "SGD": (torch.float32, {"momentum": 0.9}),
+}
+COUNTS = (2, 6, 20, 200, 1000)
 FORMS = ("plain", "clipping", "our scaler", "torch's scaler")
 ROWS = [
     f"{optimizer}, {count} tensors, {form}{cold}"
@@ -49,7 +55,6 @@ WIDTH = 128  # columns of the matrix that a kernel steps; only a matrix has 8-bi
 AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or several calls
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
-F16, BF16 = torch.float16, torch.bfloat16
 KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
 # Maps a row that times a kernel to the dtype, an optimizer class or operation, and its options.
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
@@ -116,10 +121,14 @@ def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
     import amp_ext
 
     name, size, form, *cold = row.split(", ")
-    params = [torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(int(size.split()[0]))]
-    source = [torch.randn(NUMEL) for _ in params]
-    options: dict[str, Any] = {"max_grad_norm": 1.0} if form == "clipping" else {}
-    optimizer = getattr(amp_ext.optim, name)(params, **OPTIMIZERS[name], **options)
+    dtype, options = OPTIMIZERS[name]
+    params = [
+        torch.nn.Parameter(torch.ones(NUMEL, dtype=dtype)) for _ in range(int(size.split()[0]))
+    ]
+    source = [torch.randn(NUMEL, dtype=dtype) for _ in params]
+    if form == "clipping":
+        options = {**options, "max_grad_norm": 1.0}
+    optimizer = getattr(amp_ext.optim, name.split()[0])(params, lr=1e-3, **options)
     loss = torch.ones(())
     scaler_class = amp_ext.GradScaler if form == "our scaler" else torch.amp.GradScaler
     scaler = scaler_class("cpu", init_scale=1.0, growth_interval=2**30)
@@ -165,7 +174,7 @@ def serve() -> None:
         # Takes few steps at a time, because a busy machine interrupts long runs. One untimed step
         # refills the caches.
         warming = 0 if row.endswith("cold") else 1
-        tensors = 1 if row.startswith("kernel: ") else int(row.split()[1])
+        tensors = 1 if row.startswith("kernel: ") else int(row.split(", ")[1].split()[0])
         number = warming + max(2, warming * 40 // tensors)
         times = [steps[row]() for _ in range(number)][warming:]
         print(sum(times) / len(times), flush=True)
