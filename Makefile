@@ -80,7 +80,6 @@ lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes
 	@clang-format --dry-run -Werror $(CXX_FILES)
 	@$(PYTHON) scripts/check_layers.py
 	@$(PYTHON) scripts/check_words.py
-	@$(PYTHON) scripts/check_classes.py
 	@$(PYTHON) -m mypy
 
 format: $(INSTALLED)  ## Formats all sources
