@@ -81,20 +81,29 @@ int for_each_dtype(const Run& run) {
 }  // namespace
 
 template <typename All>
-int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
+int step_all(const StepLaunch& launch, int64_t first, uint32_t* block_counter, cudaStream_t stream,
              int64_t& launched);
 
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
   int64_t launched = 0;
-  for (const auto step_of_some :
-       {&step_all<CombinationsFor<float>::Type>, &step_all<CombinationsFor<double>::Type>,
-        &step_all<WithFloat32<Half>>, &step_all<WithBFloat16<Half>>,
-        &step_all<WithOthers<Half>::Type>, &step_all<WithFloat32<BFloat16>>,
-        &step_all<WithBFloat16<BFloat16>>, &step_all<WithOthers<BFloat16>::Type>}) {
-    if (const int error = step_of_some(launch, block_counter, stream, launched)) return error;
+  int64_t first = 0;  // the first tensor that is not launched, whose formats select the kernel
+  while (launched < launch.count) {
+    const int64_t before = launched;
+    for (const auto step_of_some :
+         {&step_all<CombinationsFor<float>::Type>, &step_all<CombinationsFor<double>::Type>,
+          &step_all<WithFloat32<Half>>, &step_all<WithBFloat16<Half>>,
+          &step_all<WithOthers<Half>::Type>, &step_all<WithFloat32<BFloat16>>,
+          &step_all<WithBFloat16<BFloat16>>, &step_all<WithOthers<BFloat16>::Type>}) {
+      if (const int error = step_of_some(launch, first, block_counter, stream, launched)) {
+        return error;
+      }
+      if (launched > before) break;
+    }
+    // If it was not launched, no kernel is compiled for its combination of dtypes.
+    if (launched == before) return static_cast<int>(cudaErrorInvalidValue);
+    while (first < launch.count && launch.is_launched[first]) ++first;
   }
-  // If a tensor was not launched, no kernel is compiled for its combination of dtypes.
-  return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);
+  return 0;
 }
 
 int driver_version() {

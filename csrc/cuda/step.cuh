@@ -527,10 +527,11 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   return arguments.table.count > 0 ? flush() : 0;
 }
 
-// Steps the tensors that have the number formats of one combination.
+// Steps the tensors that have the number formats of one combination, if the tensor with index
+// `first` has them.
 template <template <typename> class Functor, int kBuffers, typename Combination>
-int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
-                     int64_t& launched) {
+int step_combination(const StepLaunch& launch, int64_t first, uint32_t* block_counter,
+                     cudaStream_t stream, int64_t& launched) {
   using Hyperparameters = typename Functor<typename Combination::T>::Hyperparameters;
   if constexpr (!is_compiled<Combination, Hyperparameters, kBuffers>()) {
     return 0;
@@ -538,6 +539,7 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
     using T = typename Combination::T;
     using Each = Streams<FormatsOf<Combination, Hyperparameters, kBuffers>>;
     using Shape = StepShape<Functor, Each>;
+    if (!has_formats<typename Each::NumberFormats>(launch.all_args[first])) return 0;
     int64_t had = 0;
     if constexpr (kHasFastPath<Functor<T>, Each>) {
       const int64_t before = launched;
@@ -553,24 +555,26 @@ int step_combination(const StepLaunch& launch, uint32_t* block_counter, cudaStre
 }
 
 template <template <typename> class Functor, int kBuffers, typename... Each>
-int step_combinations(Combinations<Each...>, const StepLaunch& launch, uint32_t* block_counter,
-                      cudaStream_t stream, int64_t& launched) {
+int step_combinations(Combinations<Each...>, const StepLaunch& launch, int64_t first,
+                      uint32_t* block_counter, cudaStream_t stream, int64_t& launched) {
   int error = 0;
   ((error = error != 0 ? error
-                       : step_combination<Functor, kBuffers, Each>(launch, block_counter, stream,
-                                                                   launched)),
+                       : step_combination<Functor, kBuffers, Each>(launch, first, block_counter,
+                                                                   stream, launched)),
    ...);
   return error;
 }
 
-// Steps the tensors that have one of these combinations, and counts them in `launched`.
+// Steps the tensors that have the formats of the tensor with index `first`, if these are one of the
+// combinations. Counts the stepped tensors in `launched`.
 template <typename All>
-int step_all(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream,
+int step_all(const StepLaunch& launch, int64_t first, uint32_t* block_counter, cudaStream_t stream,
              int64_t& launched) {
   switch (launch.kernel) {
-#define AMP_EXT_CASE(Functor, buffers)       \
-  case OptimizerKernel::k##Functor##buffers: \
-    return step_combinations<Functor, buffers>(All(), launch, block_counter, stream, launched);
+#define AMP_EXT_CASE(Functor, buffers)                                                      \
+  case OptimizerKernel::k##Functor##buffers:                                                \
+    return step_combinations<Functor, buffers>(All(), launch, first, block_counter, stream, \
+                                               launched);
     AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CASE)
 #undef AMP_EXT_CASE
   }

@@ -3,6 +3,7 @@
 
 namespace amp_ext::cuda {
 
-template int step_all<WithOthers<Half>::Type>(const StepLaunch&, uint32_t*, cudaStream_t, int64_t&);
+template int step_all<WithOthers<Half>::Type>(const StepLaunch&, int64_t, uint32_t*, cudaStream_t,
+                                              int64_t&);
 
 }  // namespace amp_ext::cuda
