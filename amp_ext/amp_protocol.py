@@ -209,7 +209,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor | int:
-    """Returns a new tensor with the sum of all flags, or the int 0 if there are none, as in torch.
+    """Returns the sum of all flags, or the int 0 if there are none, as in torch.
 
     Args:
         flags: Maps each device to one float32.
@@ -218,7 +218,7 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     if not flags:
         return 0
     first, *others = (to_device(flag, device) for flag in flags.values())
-    return sum(others, first.clone())
+    return sum(others, first)
 
 
 class GradScaleAttributes:

@@ -641,7 +641,7 @@ def _step_with_scale(
     state.pop("scan", None)
     if state["stage"] is OptState.READY:
         scaler._check_inf_per_device(optimizer)
-        grad_scale = scale.clone() if preset is None else scale * preset
+        grad_scale = scale if preset is None else scale * preset
     scan = state.get("scan")
     found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
     amp_context = AmpStepContext(grad_scale, found_inf, scan)
