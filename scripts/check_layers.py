@@ -27,20 +27,23 @@ FOLDERS = {
     "cuda": 4,
     "devices": 5,
     "tensors": 5,
-    "scaler": 6,
-    "optimizer": 6,
-    "lists": 7,
-    "files": 7,
-    "libtorch": 8,
-    "python": 9,
+    "ops": 6,
+    "scaler": 7,
+    "optimizer": 7,
+    "lists": 8,
+    "files": 8,
+    "libtorch": 9,
+    "python": 10,
 }
-ELEMENTS, TENSORS, LIBTORCH, PYTHON = (
-    FOLDERS[name] for name in ("elements", "tensors", "libtorch", "python")
-)
+ELEMENTS, LIBTORCH, PYTHON = (FOLDERS[name] for name in ("elements", "libtorch", "python"))
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
-# Public headers in the layer of csrc/tensors. Other public headers are in the layer of
-# csrc/libtorch if they include torch's headers, else in the layer of csrc/elements.
-OF_TENSORS = ("autocast.h", "options.h", "ops.h")
+# The layers of public headers that stand below csrc/libtorch, although they include torch's headers.
+# Other public headers are in the layer of csrc/libtorch if they do, else in that of csrc/elements.
+PUBLIC_LAYERS = {
+    "autocast.h": FOLDERS["tensors"],
+    "options.h": FOLDERS["tensors"],
+    "ops.h": FOLDERS["ops"],
+}
 
 INCLUDE = re.compile(r'#\s*include\s*([<"])([^>"]+)[>"]')
 TORCH = re.compile(r"(torch|ATen|c10)/")
@@ -68,8 +71,8 @@ def layer(path: Path) -> int:
     """Returns the layer of a file of csrc/ or of a public header."""
     if not path.is_relative_to(PUBLIC):
         return FOLDERS[path.relative_to(CSRC).parts[0]]
-    if path.name in OF_TENSORS:
-        return TENSORS
+    if path.name in PUBLIC_LAYERS:
+        return PUBLIC_LAYERS[path.name]
     return LIBTORCH if any(TORCH.match(name) for name in all_included(path)) else ELEMENTS
 
 

@@ -23,12 +23,6 @@ at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool ha
   return at::kFloat;
 }
 
-at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor rounded = master_param.to(param.scalar_type());
-  return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
-}
-
 // A DTensor and its local shard have separate version counters, and user code may write either.
 int64_t ParamSlot::version() const {
   return version_of(param()) + (is_sharded ? version_of(*shard_of) : 0);

@@ -14,6 +14,7 @@
 
 #include "kernels.h"
 #include "launches.h"
+#include "ops/masters.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -35,10 +36,6 @@ inline constexpr int kSlotTensors = kBuffer0 + kMaxBuffers;
 // Returns the dtype in which kernels read a gradient: the parameter's if moments are quantized
 // (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
 at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes);
-
-// Returns a corrected float32 master. Where it does not round to the parameter, the parameter was
-// changed later and replaces it.
-at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param);
 
 // A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
 struct ContiguousCopy {

@@ -33,44 +33,6 @@ at::Tensor on_device(const std::vector<at::Tensor>& tensors, const at::Device& d
 
 }  // namespace
 
-void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
-                  const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor) {
-  const char* const operation = "update_scale_";
-  const auto& [scale, growth_tracker, hysteresis_tracker] = state;
-  check_is_plain(operation, "scale", scale);
-  const at::Device device = scale.device();
-  check_device(operation, "scale", device);
-  check_number(operation, "scale", scale, at::kFloat, device);
-  check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
-  TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
-              ": hysteresis_tracker must be given with a hysteresis of ",
-              hyperparameters.hysteresis, ", got None");
-  int32_t* hysteresis = nullptr;
-  if (hysteresis_tracker.has_value()) {
-    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
-    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
-  }
-  std::vector<OverflowFlag> on_engine;
-  for (size_t i = 0; i < flags.size(); ++i) {
-    const auto& [found_inf, first, slot, counts_tensors] = flags[i];
-    check_number(operation, c10::str("found_infs[", i, "]"), found_inf, at::kFloat, device);
-    if (first.defined()) {
-      check_number(operation, c10::str("first_nonfinites[", i, "]"), first, at::kLong, device);
-    }
-    on_engine.push_back({found_inf.const_data_ptr<float>(),
-                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, slot,
-                         counts_tensors});
-  }
-  const ScaleUpdate update{
-      hyperparameters,
-      {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
-      monitor != nullptr ? monitor->memory() : ReportMemory()};
-  engine_of(device).update_scale(device, update, on_engine);
-  bump_version(scale);
-  bump_version(growth_tracker);
-  if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);
-}
-
 void LossScale::make(const at::Device& device) {
   const OutsideInferenceMode normal;
   const auto options = at::TensorOptions(device);
@@ -205,7 +167,7 @@ void LossScale::follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags,
   rules.dynamic = rules.dynamic && follows;
   ScaleState state = {scale, growth_tracker, {}};
   if (hysteresis_tracker.defined()) state.hysteresis_tracker = hysteresis_tracker;
-  update_scale(state, rules, reported, monitor_.get());
+  update_scale(state, rules, reported, monitor_->memory());
   for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // the update only reset copies
   for (const auto& flag : flags) report_slot_of(flag.first).awaits_update = false;
 }

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/update_scale.h"
 #include "scaler/scaler_monitor.h"
 
 namespace amp_ext {
@@ -31,25 +32,6 @@ struct LogMessages {
   std::string skips;    // message that many updates in a row were skipped; may be empty
   bool scale_is_too_small = false;  // true: the caller warns with LossScale::warning_of
 };
-
-// The tensors that an update of the scale writes.
-struct ScaleState {
-  at::Tensor scale, growth_tracker;   // [] float32 and [] int32
-  OptionalTensor hysteresis_tracker;  // [] int32, or nullopt with a hysteresis of 1
-};
-
-// The result of one scan of gradients, as an update reads it. The update resets first_nonfinite.
-struct ReportedFlag {
-  at::Tensor found_inf;        // [] float32, not 0 after an overflow
-  at::Tensor first_nonfinite;  // [] int64 index of the first gradient with inf or NaN, or undefined
-  int64_t slot;                // index of the optimizer's report in the monitor
-  bool counts_tensors = false;  // see OverflowFlag
-};
-
-// Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
-// the monitor, unless it is null.
-void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
-                  const std::vector<ReportedFlag>& flags, const ScalerMonitor* monitor);
 
 class AMP_EXT_API LossScale {
  public:

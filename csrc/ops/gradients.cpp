@@ -1,4 +1,4 @@
-// Operations over lists of tensors: checks the lists and runs the engines.
+// Operations over lists of gradients: checks the lists and runs the engines.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -11,8 +11,6 @@
 
 #include "devices/dispatch.h"
 #include "launches.h"
-#include "optimizer/param_slot.h"
-#include "scaler/loss_scale.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -119,22 +117,6 @@ void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, doub
 
 }  // namespace
 
-void refresh_masters_(const TensorList& params, const TensorList& master_params) {
-  check_length("refresh_masters_", "master_params", master_params, params);
-  for (size_t i = 0; i < params.size(); ++i) {
-    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
-                    master_params[i].sizes().equals(params[i].sizes()) &&
-                    master_params[i].device() == params[i].device(),
-                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
-                params[i].sizes(), " on ", params[i].device(), ", got ",
-                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
-                master_params[i].device());
-  }
-  for (size_t i = 0; i < params.size(); ++i) {
-    master_params[i].copy_(refreshed_master(params[i], master_params[i]));
-  }
-}
-
 void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
                    const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares,
                    const OptionalTensor& first_nonfinite) {
@@ -223,14 +205,6 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
   inputs.max_norm = max_norm;
   multiply(operation, narrow, device, inputs, nullptr, nullptr);
   clip_in_float64(wide, total_norm, max_norm);
-}
-
-void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const TensorList& found_infs, const LossScaleHyperparameters& hyperparameters,
-                   const OptionalTensor& hysteresis_tracker) {
-  std::vector<ReportedFlag> flags;
-  for (const at::Tensor& found_inf : found_infs) flags.push_back({found_inf, {}, 0});
-  update_scale({scale, growth_tracker, hysteresis_tracker}, hyperparameters, flags, nullptr);
 }
 
 }  // namespace amp_ext

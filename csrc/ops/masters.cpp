@@ -1,7 +1,12 @@
-// Splits float32 master weights into parameter and residual and joins the two again, on the CPU.
+// Refreshes float32 master weights from parameters; splits them into parameter and residual and
+// joins the two again, on the CPU.
+#include "ops/masters.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/where.h>
 #include <amp_ext/ops.h>
 
 #include <cmath>
@@ -152,6 +157,28 @@ void check_is_residual(const std::string& operation, const std::string& name,
   for (int64_t dim = 0; dim + 1 < residual.dim(); ++dim)
     is_in_pairs &= residual.stride(dim) % 2 == 0;
   TORCH_CHECK(is_in_pairs, operation, ": ", name, " must have its last dimension in one piece");
+}
+
+at::Tensor refreshed_master(const at::Tensor& param, const at::Tensor& master_param) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor rounded = master_param.to(param.scalar_type());
+  return at::where(rounded.eq(param), master_param, param.to(at::kFloat));
+}
+
+void refresh_masters_(const TensorList& params, const TensorList& master_params) {
+  check_length("refresh_masters_", "master_params", master_params, params);
+  for (size_t i = 0; i < params.size(); ++i) {
+    TORCH_CHECK(master_params[i].scalar_type() == at::kFloat &&
+                    master_params[i].sizes().equals(params[i].sizes()) &&
+                    master_params[i].device() == params[i].device(),
+                "refresh_masters_: master_params[", i, "] must be ", at::kFloat, " of sizes ",
+                params[i].sizes(), " on ", params[i].device(), ", got ",
+                master_params[i].scalar_type(), " of sizes ", master_params[i].sizes(), " on ",
+                master_params[i].device());
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    master_params[i].copy_(refreshed_master(params[i], master_params[i]));
+  }
 }
 
 }  // namespace amp_ext

@@ -1,0 +1,34 @@
+// The update of a loss scale with reports of the gradients' scans.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "launches.h"
+
+namespace amp_ext {
+
+// The tensors that an update of the scale writes.
+struct ScaleState {
+  at::Tensor scale, growth_tracker;   // [] float32 and [] int32
+  OptionalTensor hysteresis_tracker;  // [] int32, or nullopt with a hysteresis of 1
+};
+
+// The result of one scan of gradients, as an update reads it. The update resets first_nonfinite.
+struct ReportedFlag {
+  at::Tensor found_inf;        // [] float32, not 0 after an overflow
+  at::Tensor first_nonfinite;  // [] int64 index of the first gradient with inf or NaN, or undefined
+  int64_t slot;                // index of the optimizer's report in the monitor
+  bool counts_tensors = false;  // see OverflowFlag
+};
+
+// Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
+// `reports`, if there are any.
+void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
+                  const std::vector<ReportedFlag>& flags, const ReportMemory& reports = {});
+
+}  // namespace amp_ext
