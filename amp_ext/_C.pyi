@@ -100,12 +100,6 @@ class NormStatistics:  # mean and deviation of gradient norms, by which a NormGu
     @staticmethod
     def warning() -> str: ...
 
-class InspectedStep:  # the result of a trial step, which wrote nothing
-    sums: Tensor  # [params, sums] float64 of the local shards; the caller combines ranks
-    # Returns whether the step would be skipped. Then, for each parameter with a gradient:
-    # ((group, index), fields of amp_ext.optim.inspection.ParamInspection).
-    def read(self) -> tuple[bool, list[tuple[tuple[int, int], tuple[Any, ...]]]]: ...
-
 class PlanAnswer(enum.Enum):  # what the caller of a Plan must do next
     REGISTER_PARAMS = 1  # parameters or options have changed: register the parameters, ask again
     NEEDS_GLOBAL_NORM = 2  # add up the sums of squares over all ranks, and pass them
@@ -186,23 +180,11 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         operation: str,
         rows: Sequence[tuple[int, int, Tensor, int | None, int]],
     ) -> None: ...
-    # The methods that take `step_plan` may all return REGISTER_PARAMS; inspect() and step() may
-    # return NEEDS_GLOBAL_NORM.
+    # The methods that take `step_plan` may all return REGISTER_PARAMS, and step() may return
+    # NEEDS_GLOBAL_NORM.
     def scan(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
     ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | PlanAnswer: ...
-    def scan_without_recording(
-        self, step_plan: Any, optimizer: Any, grad_scale: Tensor | None
-    ) -> list[tuple[Tensor, None, int, Tensor | None, Tensor | None]] | PlanAnswer: ...
-    def inspect(
-        self,
-        step_plan: Any,
-        optimizer: Any,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        sum_of_squares: Tensor | None,
-        is_in_step: bool,
-    ) -> InspectedStep | PlanAnswer: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | PlanAnswer: ...
     def step(
         self,

@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     ParamRef = _C.ParamRef
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
-    InspectedStep = _C.InspectedStep
     NormStatistics = _C.NormStatistics
     GradientRelease = _C.GradientRelease
     Plan = _C.Plan

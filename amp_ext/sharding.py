@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -258,36 +258,6 @@ class ShardedOver:
             return flags, sum(values[1:], zero), None
         of_params, ranks = sum(squares, zero.new_zeros(2, params))
         return flags, sum(values[1:], zero), of_params.where(ranks != 0, math.nan)
-
-    @torch.no_grad()
-    def combine(
-        self, params: Sequence[Tensor], values: Tensor, combined: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Combines the shards' values of each parameter, in one collective for each group.
-
-        Args:
-            params: Parameters that have been added.
-            values: Values of this rank's shards, float64 of shape ``[params, values]``.
-            combined: Function that reduces a tensor ``[ranks, params, values]`` to
-                ``[params, values]``.
-
-        Raises:
-            RuntimeError: If a collective fails, for example because a rank has died.
-        """
-        partitions = [self.add(param, "") for param in params]
-        unsharded = values.to(self._device, copy=True)
-        for name, group in self._groups.items():
-            members = [
-                row
-                for row, partition in enumerate(partitions)
-                if any(name in names and partition == i for names, i in self._partitions.items())
-            ]
-            size, rank = group.size(), group.rank()
-            of_ranks = unsharded.new_zeros(size, len(members), values.shape[1])
-            of_ranks[rank] = unsharded[members]
-            _all_reduce(of_ranks, torch.distributed.ReduceOp.SUM, group)
-            unsharded[members] = combined(of_ranks)
-        return unsharded
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:

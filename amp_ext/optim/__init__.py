@@ -3,7 +3,6 @@
 from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.checkpoints import float32_state_dict
 from amp_ext.optim.gradient_release import GradientRelease, release_gradients
-from amp_ext.optim.inspection import Inspection, ParamInspection
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
 from amp_ext.optim.offload import OffloadedStates, offload_states
@@ -22,14 +21,12 @@ __all__ = [
     "AdamW",
     "CosineAnnealingWeightDecay",
     "GradientRelease",
-    "Inspection",
     "LambdaWeightDecay",
     "Lion",
     "NormGuard",
     "NormGuardHistory",
     "NormGuardStats",
     "OffloadedStates",
-    "ParamInspection",
     "StepWeightDecay",
     "WeightAverage",
     "WeightDecayScheduler",

@@ -27,7 +27,6 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, names_of_params, params_of
 from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state_dict
-from amp_ext.optim.inspection import Inspection, inspect_before_step, inspect_step
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import check_defaults, check_group, check_unique, defaults_of
 from amp_ext.optim.state_store import PlacedParam, check_flattened, fp32_master, init_states
@@ -459,11 +458,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
             sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
         if guard is not None and plan.guard_lacks_sum(sums[0]):
-            # All ranks must make this call, even if only some of them inspect the step.
             sums = self._sums_over_ranks(grad_scale)
-        inspection = None
-        if plan.inspects_next and self._has_grads():
-            inspection = inspect_step(self, grad_scale, found_inf, sums[0], is_in_step=True)
         # The compiled step marks the context as used before it writes.
         arguments = amp_context, grad_scale, found_inf
         if self.offload is not None:
@@ -474,8 +469,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if answer is plan.needs_global_norm:
             sums = self._sums_over_ranks(grad_scale)
             self._call_plan("step", plan.compiled.step, *arguments, *sums)
-        if inspection is not None:
-            plan.inspection, plan.inspects_next = inspection, False
 
     def _call_plan(self, operation: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the compiled plan with the groups and states as they are now.
@@ -594,11 +587,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
         found = self._call_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
         return self._plan.over_all_ranks(self, found, found_inf, grad_scale)
-
-    def _scan_without_recording(self, grad_scale: Tensor | None) -> GradScan:
-        """Scans all gradients without recording the result for the next step."""
-        found = self._call_plan("inspect", self._plan.compiled.scan_without_recording, grad_scale)
-        return self._plan.over_all_ranks(self, found, None, grad_scale)
 
     def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Scans the gradients, if no scaler did, and returns sums of squares over all ranks."""
@@ -734,50 +722,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             return self.offload.reports.get(name)
         report: Tensor | None = getattr(self._plan.compiled, name)
         return report
-
-    @property
-    def inspection(self) -> Inspection | None:
-        """The inspection of the step that :meth:`inspect_next` asked for; None before that step."""
-        return self._plan.inspection
-
-    def inspect(self, scaler: torch.amp.GradScaler | None = None) -> Inspection:
-        """Returns what the coming step would do to each parameter, and stores nothing.
-
-        Call it between the backward pass and the step, also after ``unscale_`` and
-        ``clip_grad_norm_``. The method runs the real step on a copy of one parameter after another,
-        so the result is exact. The call is as slow as about ten steps, or slower with small
-        tensors, and needs memory for one parameter with its states. If parameters are sharded, or
-        the scaler or the guard has a process group, all ranks have to call it together.
-
-        Args:
-            scaler: The gradient scaler that will step the optimizer, ours or torch's. With None,
-                the gradients are used as they are, even if they carry a scale.
-
-        Raises:
-            RuntimeError: If there is no gradient, a step has used the present gradients, the scaler
-                has scaled nothing, or :meth:`step` would raise.
-            TypeError: If ``scaler`` is no scaler.
-            ValueError: If :meth:`step` would raise a ValueError.
-
-        Example:
-            >>> scaler.scale(loss).backward()
-            >>> print(optimizer.inspect(scaler))
-            >>> scaler.step(optimizer)
-        """
-        self._check_not_released("inspect")
-        self._check_not_offloaded(f"{type(self).__name__}.inspect")
-        return inspect_before_step(self, scaler)
-
-    def inspect_next(self) -> None:
-        """Makes the next step store in :attr:`inspection` what :meth:`inspect` would return.
-
-        Needs no scaler, and can be called at any time. If the next step has no gradients, raises an
-        error, or is skipped before the optimizer is called, the step after it is inspected instead.
-        If parameters are sharded, all ranks have to call this method.
-        """
-        self._check_not_released("inspect_next")
-        self._check_not_offloaded(f"{type(self).__name__}.inspect_next")
-        self._plan.inspects_next = True
 
     # State dicts, pickles and copies.
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.amp_protocol import GradScan, to_device
-from amp_ext.optim.inspection import Inspection
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, init_states
 from amp_ext.sharding import (
@@ -88,10 +87,6 @@ class StepPlan:
         self.needs_global_norm = ops.PlanAnswer.NEEDS_GLOBAL_NORM
         #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
-        #: ``inspects_next`` is True if the next step is to be inspected. ``inspection`` is the last
-        #: inspection, or None.
-        self.inspects_next = False
-        self.inspection: Inspection | None = None
         self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
@@ -104,7 +99,6 @@ class StepPlan:
         """
         failure = self.compiled.failure if failure is None else failure
         self.compiled = ops.Plan(self._name, self._description, self.compiled, failure)
-        self.inspection = None
         self._set(ShardedOver(), [], [])
 
     def _set(

@@ -201,19 +201,6 @@ class GradScaler(torch.amp.GradScaler):
         """Returns the process group whose ranks skip steps together, or None."""
         return self.process_group
 
-    def flags_of_all_ranks(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """Returns the flags of a scan, reduced over all ranks. The scaler does not change.
-
-        Args:
-            flags: Maps each device with gradients to one float32: not 0 if a gradient there has inf
-                or NaN.
-        """
-        group = self._reduces_over()
-        if group is None:
-            return flags
-        scale, _ = self._check_scale_growth_tracker("flags_of_all_ranks")
-        return all_reduce_flags(flags, scale, group)[0]
-
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,

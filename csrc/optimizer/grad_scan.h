@@ -41,7 +41,7 @@ enum class NormSource {
   kLastScan,  // the last scan of the gradients
   kNewScan,   // a scan by the step itself
   // The sums must be added up over the ranks first, because no rank has all gradients. The caller
-  // then passes them. An inspection that does not need them goes on with those of this rank.
+  // then passes them.
   kAllRanks,
 };
 

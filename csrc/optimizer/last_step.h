@@ -3,7 +3,6 @@
 
 #include <amp_ext/export.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -24,9 +23,6 @@ class AMP_EXT_API LastStep {
   // Returns the number of steps so far, applied or skipped.
   int64_t number() const { return number_; }
 
-  // Throws if there are no gradients, or if the last step already used them.
-  void check_is_before_step(const ParamTable& params) const;
-
   // Finds a 16-bit CPU parameter that was written without a change of its version counter, such as
   // through .data: the next step would undo the write from the float32 master. Compares a few
   // elements of one parameter per step. Returns its index, but only the first time.
@@ -40,8 +36,6 @@ class AMP_EXT_API LastStep {
   };
 
   int64_t number_ = 0;
-  // The first and the last gradient that the last step used; nullopt if there was none.
-  std::array<std::optional<SeenTensor>, 2> stepped_grads_;
   std::optional<MasterSample> sample_;
   bool finds_writes_ = true;  // false once find_uncounted_write() has reported a write
 };

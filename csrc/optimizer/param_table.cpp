@@ -67,11 +67,6 @@ void ParamTable::inherit_scaled_grads(const ParamTable& before) {
   }
 }
 
-void ParamTable::replace_slots(std::vector<ParamSlot> slots) {
-  slots_ = std::move(slots);
-  memory_is_checked_ = false;
-}
-
 bool ParamTable::take_param(size_t index, const at::Tensor& param) {
   ParamSlot& slot = slots_[index];
   if (slot.was_contiguous.has_value() && *slot.was_contiguous != param.is_contiguous())

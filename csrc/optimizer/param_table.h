@@ -73,13 +73,8 @@ class AMP_EXT_API ParamTable {
   // the next register_params(). Call it on a new table.
   void inherit_scaled_grads(const ParamTable& before);
 
-  // Replaces all slots, by copies of slots of another table with the same specs. Inspections step
-  // such copies to see what a step would do.
-  void replace_slots(std::vector<ParamSlot> slots);
-
   const std::vector<ParamSlot>& slots() const { return slots_; }
   std::vector<ParamSlot>& slots() { return slots_; }
-  const optim::StateSpec& spec_of(const ParamSlot& slot) const { return specs_.at(slot.group); }
   // True if the parameters were registered with these specs, one for each group.
   bool has_specs(const std::vector<optim::StateSpec>& specs) const { return specs == specs_; }
   // True if a parameter is a DTensor, sharded or replicated.

@@ -87,8 +87,6 @@ class AMP_EXT_API Plan {
   StepOutputs& outputs() { return outputs_; }
   const LastStep& last_step() const { return last_step_; }
   LastStep& last_step() { return last_step_; }
-  // Returns the results of scan() that the next step may use.
-  const GradScans& scans() const { return scans_; }
 
   // Sets whether each step computes the norm of every single gradient. Throws during an operation.
   void set_tracks_grad_norms(bool tracks);

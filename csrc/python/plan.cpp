@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "optimizer/inspection.h"
 #include "optimizer/session.h"
 #include "optimizer/weight_average.h"
 #include "python/module.h"
@@ -129,7 +128,6 @@ class StatesOfPython : public StateStore {
       : operation_(operation), plan_(step_plan), amp_context_(amp_context) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>& indices) override {
-    const py::gil_scoped_acquire acquire;  // inspections run without the GIL
     const py::tuple found = plan_.attr("make_states")(operation_.states, indices);
     made_ = found[0];
     return states_of_step(found[1], operation_.mine.state_keys);
@@ -197,15 +195,6 @@ py::object scan(PlanOfPython& mine, const py::object& step_plan, const py::objec
   Operation operation(mine, step_plan, optimizer, "scan_gradients");
   return run_scan(operation, [&](Plan& plan, const optim::ClippingOptions& clipping) {
     return plan.scan(found_inf, grad_scale, clipping);
-  });
-}
-
-// Scans the gradients for an inspection, from flags of 0, and stores nothing for the next step.
-py::object scan_for_inspection(PlanOfPython& mine, const py::object& step_plan,
-                               const py::object& optimizer, const OptionalTensor& grad_scale) {
-  Operation operation(mine, step_plan, optimizer, "inspect");
-  return run_scan(operation, [&](const Plan& plan, const optim::ClippingOptions& clipping) {
-    return scan_without_recording(plan, grad_scale, clipping);
   });
 }
 
@@ -292,48 +281,6 @@ py::object remember_copied_step(PlanOfPython& mine, const py::object& step_plan,
   return mine.answer(PlanAnswer::kDone);
 }
 
-// Returns an InspectedStep, or an answer as step() does. `is_in_step` is true if the step itself
-// inspects, which allows gradients that were already used.
-py::object inspect(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
-                   OptionalTensor grad_scale, OptionalTensor found_inf,
-                   OptionalTensor sum_of_squares, bool is_in_step) {
-  Operation operation(mine, step_plan, optimizer, "inspect");
-  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  if (!is_in_step) mine.last_step().check_is_before_step(mine.params());
-  const StepNorms norms =
-      mine.norms(operation.clipping.max_grad_norm, {sum_of_squares.has_value(), false});
-  if (norms.reads_total && norms.total == NormSource::kAllRanks)
-    return mine.answer(PlanAnswer::kNeedsGlobalNorm);
-  GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
-                                                       std::move(sum_of_squares));
-  StatesOfPython store(operation, step_plan, py::none());
-  InspectedStep inspected;
-  {
-    const py::gil_scoped_release release;
-    inspected = inspect_step(mine, operation.table, std::move(options), store);
-  }
-  return py::cast(std::move(inspected));
-}
-
-// Returns (skipped, [((group, index), (norm, update_norm, ...)), ...]) of params with gradients.
-py::tuple read_inspection(const InspectedStep& inspected) {
-  optim::Inspection found;
-  {
-    const py::gil_scoped_release release;
-    found = inspected.read();
-  }
-  py::list params;
-  for (const optim::ParamInspection& param : found.params) {
-    py::dict moment_norms;
-    for (const auto& [name, norm] : param.moment_norms) moment_norms[py::str(name)] = norm;
-    params.append(py::make_tuple(
-        py::make_tuple(param.group, param.index_in_group),
-        py::make_tuple(param.norm, param.update_norm, param.ratio, param.largest_update,
-                       moment_norms, param.unmoved, param.unmoved_master)));
-  }
-  return py::make_tuple(found.skipped, params);
-}
-
 // Calls a method of the averages with an optimizer's present weights.
 py::object average(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
                    const char* name, WeightAverages& averages, AverageMethod method) {
@@ -377,9 +324,6 @@ void define_averages(py::module_& module) {
 }  // namespace
 
 void define_plan(py::module_& module) {
-  py::class_<InspectedStep>(module, "InspectedStep")
-      .def_readwrite("sums", &InspectedStep::sums)
-      .def("read", &read_inspection);
   define_averages(module);
   const std::vector<std::string> answers{"REGISTER_PARAMS", "NEEDS_GLOBAL_NORM", "DONE"};
   module.attr("PlanAnswer") = py::module_::import("enum").attr("Enum")("PlanAnswer", answers);
@@ -425,10 +369,6 @@ void define_plan(py::module_& module) {
            py::arg("rows"))
       .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
            py::arg("grad_scale"))
-      .def("scan_without_recording", &scan_for_inspection, py::arg("step_plan"),
-           py::arg("optimizer"), py::arg("grad_scale"))
-      .def("inspect", &inspect, py::arg("step_plan"), py::arg("optimizer"), py::arg("grad_scale"),
-           py::arg("found_inf"), py::arg("sum_of_squares"), py::arg("is_in_step"))
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),

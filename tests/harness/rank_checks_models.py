@@ -168,8 +168,6 @@ def a_process_group_makes_ranks_skip_together(rank: int) -> None:
             if lacks_some and rank != BAD_RANK:
                 param.grad = None
             scaler.scale(torch.zeros(()))
-            if make is ours("AdamW") and not lacks_some:
-                assert optimizer.inspect(scaler).skipped == (step == BAD_STEP)
             with collectives() as sizes:
                 if unscales:
                     scaler.unscale_(optimizer)

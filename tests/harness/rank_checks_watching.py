@@ -1,12 +1,10 @@
-"""What ranks check of guards, inspections and averages."""
+"""What ranks check of guards and averages."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +20,8 @@ from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.optimizer_cases import ours
 from harness.rank_checks_dtensors import SHAPES, give_exact_grads, layouts, sharded
 from harness.ranks import (
-    BAD_STEP,
-    STEPS,
     assert_agreed,
     assert_same_bits,
-    collectives,
     fully_sharded,
     small_scaler,
     take_step,
@@ -127,53 +122,6 @@ def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int)
     message = "norm_guard of the optimizer has no process_group, so ranks could"
     with pytest.raises(RuntimeError, match=message):
         scaler.step(optimizer)
-
-
-def a_rank_that_inspects_its_step_takes_part_in_the_norm_of_all_ranks(rank: int) -> None:
-    param = Parameter(torch.zeros(4))
-    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
-    optimizer = ours("SGD")([param], lr=0.0, norm_guard=guard)
-    for asking, empty in [((0,), None), ((0, 1), 1), ((1,), None), ((1,), 1)]:
-        if rank in asking:
-            optimizer.inspect_next()
-        param.grad = None if rank == empty else torch.full((4,), 1.0 + rank)
-        optimizer.step()
-        expected = 2.0 if empty == 1 else math.sqrt(20.0)
-        assert optimizer.grad_norm.item() == pytest.approx(expected), (asking, empty)
-    assert_agreed(guard.stats().mean)
-    assert optimizer.inspection is not None
-
-
-def an_inspection_of_sharded_parameters_is_that_of_the_whole(rank: int) -> None:
-    options_of: list[dict[str, Any]] = [{}, {"max_grad_norm": 1.0}, {"master_weights": "split"}]
-    options_of.append({"track_grad_norms": True})
-    for layout, options in [*itertools.product(layouts(), options_of)][::3]:
-        values = [torch.randn(shape).to(BF16) for shape in SHAPES]
-        params, twins = sharded(values, layout), [Parameter(value.clone()) for value in values]
-        both = [ours("AdamW")(side, lr=0.1, **options) for side in (params, twins)]
-        for step in range(STEPS):
-            scaler = small_scaler() if step else None
-            if scaler is not None:
-                scaler.scale(torch.zeros(()))
-            give_exact_grads(params, twins, step == BAD_STEP, step)
-            params[1].grad = twins[1].grad = None
-            with collectives() as of_scan:
-                both[0].scan_gradients(torch.zeros(()))
-            with collectives() as sizes:
-                found = both[0].inspect(scaler)
-            scans = step > 0 or "max_grad_norm" in options
-            assert len(sizes) == len(of_scan) * (2 if scans else 1), sizes
-            wanted = both[1].inspect(scaler)
-            assert found.skipped == wanted.skipped == (step == BAD_STEP)
-            for name, numbers in wanted.to_dict()["params"].items():
-                got, moments = found.to_dict()["params"][name], numbers.pop("moment_norms")
-                assert got.pop("moment_norms") == pytest.approx(moments, rel=1e-9)
-                assert got == pytest.approx(numbers, rel=1e-9)
-            assert found.params.keys() == wanted.params.keys()
-            both[0].inspect_next()
-            for optimizer in both:
-                optimizer.step() if scaler is None else scaler.step(optimizer)
-            assert both[0].inspection.to_dict() == found.to_dict()
 
 
 def averages_of_shards_are_those_of_the_whole(rank: int) -> None:

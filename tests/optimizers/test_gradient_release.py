@@ -738,9 +738,6 @@ def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(
         optimizer.step()
     with pytest.raises(RuntimeError, match="a closure needs all gradients at once"):
         optimizer.step(lambda: torch.zeros(()))
-    for call in (optimizer.inspect, optimizer.inspect_next):
-        with pytest.raises(RuntimeError, match=r"inspect\w* needs all gradients at once"):
-            call()
     give(scaler, params[1:], [torch.ones(4)])
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="before the scaler's update"):

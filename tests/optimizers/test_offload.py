@@ -905,8 +905,6 @@ def test_next_call_waits_for_work_that_an_interrupt_has_left() -> None:
 
 
 @pytest.mark.parametrize(("refused", "words"), rows({
-    "inspect": (lambda each: each.inspect(), "AdamW.inspect does not support offloaded states"),
-    "inspect-next": (lambda each: each.inspect_next(), "inspect_next does not support"),
     "average": (lambda each: WeightAverage(each), "does not support offloaded states"),
     "twice": (offloaded, "its states are offloaded already"),
 }))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rules of those who watch: norms, a guard, inspections and averages, beside other steps."""
+"""The rules of those who watch: norms, a guard and averages, beside other steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import torch
 from harness.edge_shapes import F32
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from torch import Tensor
 
 from amp_ext.optim import NormGuard, WeightAverage
 from state_machine.loops import Loops, number, seeds
-from state_machine.sides import Pair, Sides, assert_exact, assert_near, doubled, error_of
-from state_machine.steps import Plan
+from state_machine.sides import assert_exact, assert_near, doubled
 
 
 class Watching(Loops):
@@ -25,45 +23,6 @@ class Watching(Loops):
         mine.norm_guard = NormGuard(warmup_steps=10**6) if guards else None
         mine.track_step_applied()
         self.did("watch")
-
-    @rule(which=number, scaled=st.booleans())
-    def inspect(self, which: int, scaled: bool) -> None:
-        sides = self.sides(which)
-        scaler = self.scalers_of(sides).mine if scaled else None
-        error = error_of(lambda: sides.mine.inspect(scaler))
-        assert error is None or isinstance(error, RuntimeError), repr(error)
-        assert error is not None or sides.with_grads()
-        self.did("inspect" if error is None else "inspect refused")
-
-    @staticmethod
-    def weights(sides: Sides) -> dict[Pair, Tensor]:
-        """Returns the numbers that steps change: masters, or parameters without one."""
-        weights = {}
-        for group, pair in sides:
-            master = sides.master(group, pair)
-            weights[pair] = doubled(pair.mine if master is None else master)
-        return weights
-
-    @rule(which=number, scaled=st.booleans())
-    def inspected_step(self, which: int, scaled: bool) -> None:
-        sides = self.sides(which)
-        sides.remove_release()
-        if not sides.has_finite_grads():
-            return
-        before = self.weights(sides)
-        left = {pair for _, pair in sides if pair.is_out_of_date or pair.is_converted}
-        restarts = {pair: pair.restarts for _, pair in sides}
-        sides.mine.inspect_next()
-        result = self.take_step(sides, Plan(self.scalers_of(sides) if scaled else None))
-        if result != "stepped" or not sides.with_grads():
-            return
-        after, found = self.weights(sides), sides.mine.inspection.params.values()
-        for (_, pair), param in zip(sides.with_grads(), found, strict=True):
-            update = (after[pair] - before[pair]).norm()
-            if pair not in left and pair.restarts == restarts[pair]:
-                actual = torch.tensor(param.update_norm, dtype=update.dtype)
-                torch.testing.assert_close(actual, update, rtol=1e-9, atol=0)
-        self.did("inspected_step")
 
     @rule(which=number, seed=seeds, bad=st.sampled_from([None, "inf"]))
     def follow_by_average(self, which: int, seed: int, bad: str | None) -> None:
