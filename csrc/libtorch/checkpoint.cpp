@@ -268,16 +268,4 @@ torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archi
   return archive;
 }
 
-torch::serialize::OutputArchive& optim::operator<<(torch::serialize::OutputArchive& archive,
-                                                   const NormGuard& guard) {
-  write(archive, guard.state_dict());
-  return archive;
-}
-
-torch::serialize::InputArchive& optim::operator>>(torch::serialize::InputArchive& archive,
-                                                  NormGuard& guard) {
-  guard.load_state_dict(read(archive, "torch::load of a NormGuard"));
-  return archive;
-}
-
 }  // namespace amp_ext

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
-#include "libtorch/released_optimizer.h"
 
 namespace amp_ext::optim {
 
@@ -47,21 +46,13 @@ FusedOptimizer::FusedOptimizer(const OptimizerClass& optimizer_class,
   for (const auto& group : param_groups) add_param_group(group);
 }
 
-FusedOptimizer::~FusedOptimizer() {
-  if (impl_ != nullptr && impl_->released != nullptr) impl_->released->optimizer = nullptr;
-}
-
-FusedOptimizer::FusedOptimizer(FusedOptimizer&& other) noexcept
-    : Optimizer(std::move(other)), impl_(std::move(other.impl_)) {
-  if (impl_ != nullptr && impl_->released != nullptr) impl_->released->optimizer = this;
-}
+FusedOptimizer::~FusedOptimizer() = default;
+FusedOptimizer::FusedOptimizer(FusedOptimizer&&) noexcept = default;
 
 FusedOptimizer& FusedOptimizer::operator=(FusedOptimizer&& other) noexcept {
   if (this == &other) return *this;  // torch's self-assignment would lose the parameter groups
   Optimizer::operator=(std::move(other));
-  if (impl_ != nullptr && impl_->released != nullptr) impl_->released->optimizer = nullptr;
   impl_ = std::move(other.impl_);
-  if (impl_ != nullptr && impl_->released != nullptr) impl_->released->optimizer = this;
   return *this;
 }
 

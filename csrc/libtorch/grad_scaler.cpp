@@ -112,7 +112,6 @@ std::vector<size_t> group_sizes_of(const Optimizer& optimizer) {
 }  // namespace
 
 ScaledStep::~ScaledStep() = default;
-void ScaledStep::check_scaler(const LossScale&, const char*) {}
 
 std::optional<GradientScan> ScaledStep::scan_gradients(const at::Tensor&, const at::Tensor&) {
   return {};
@@ -137,14 +136,7 @@ struct GradScaler::State {
   std::deque<Iteration> iterations;  // in the order of their first scans; references stay valid
   // For each optimizer slot, the number of parameters in each group.
   std::map<int64_t, std::vector<size_t>> group_sizes;
-  // For each optimizer slot, the NormGuard of the optimizer, or null.
-  std::map<int64_t, std::shared_ptr<optim::NormGuard>> guards;
   bool is_stepping = false;
-
-  void check_takes_scaler(Optimizer& optimizer, const char* operation) const {
-    auto* const scaled = dynamic_cast<ScaledStep*>(&optimizer);
-    if (scaled != nullptr) scaled->check_scaler(loss_scale, operation);
-  }
 
   void check_scale(const char* operation) const {
     TORCH_CHECK(loss_scale.scale.defined(), "Attempted ", operation,
@@ -177,13 +169,9 @@ struct GradScaler::State {
           [this, slot = loss_scale.number_of_optimizers()](int64_t index) {
             return place_in(group_sizes[slot], index);
           },
-          [this, slot = loss_scale.number_of_optimizers()] {
-            return guards[slot] != nullptr && guards[slot]->last_step_skipped();
-          });
+          [] { return false; });
     }
     group_sizes[*known] = group_sizes_of(optimizer);
-    const auto* const ours = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-    guards[*known] = ours != nullptr ? ours->norm_guard() : nullptr;
     auto found = std::find_if(iterations.begin(), iterations.end(),
                               [&](const Iteration& each) { return each.slot == *known; });
     if (found == iterations.end()) {
@@ -267,7 +255,7 @@ struct GradScaler::State {
                     "found_inf, got ",
                     found->first_nonfinites.size(), " for ", found->found_infs.size());
         loss_scale.keep_first_nonfinites(iteration.slot, found->first_nonfinites,
-                                         found->counts_tensors);
+                                         /*counts_tensors=*/false);
         iteration.found_infs = std::move(found->found_infs);
       } else {
         scan(iteration, {});
@@ -312,16 +300,7 @@ struct GradScaler::State {
   }
 
   static void warn_of_scale(double value) { TORCH_WARN(LossScale::warning_of(c10::str(value))); }
-
-  void wait() const {
-    const at::Tensor& scale = loss_scale.scale;
-    if (scale.defined()) synchronize(scale.device());
-  }
 };
-
-std::shared_ptr<const LossScale> GradScaler::loss_scale() const {
-  return {state_, &checked("release_gradients").loss_scale};
-}
 
 GradScaler::GradScaler(GradScalerOptions options) : state_(std::make_shared<State>()) {
   state_->enabled = options.enabled();
@@ -378,7 +357,6 @@ void GradScaler::unscale_(Optimizer& optimizer) {
   if (!state.enabled) return;
   const at::NoGradGuard no_grad;
   state.check_scale("unscale_");
-  state.check_takes_scaler(optimizer, "unscale_");
   state.unscale(state.iteration_of(optimizer, "unscale_"));
 }
 
@@ -391,7 +369,6 @@ at::Tensor GradScaler::step(Optimizer& optimizer, const Optimizer::LossClosure& 
   TORCH_CHECK(closure == nullptr,
               "Closure use is not currently supported if GradScaler is enabled.");
   state.check_scale("step");
-  state.check_takes_scaler(optimizer, "step");
   State::Iteration& iteration = state.iteration_of(optimizer, "step");
   iteration.check_needs_no_reset("step");
   if (iteration.stage == State::Stage::kUnscaled) state.check_unscaled(iteration);
@@ -466,22 +443,6 @@ AMP_EXT_RULE(double, growth_factor)
 AMP_EXT_RULE(double, backoff_factor)
 AMP_EXT_RULE(int64_t, growth_interval)
 #undef AMP_EXT_RULE
-
-std::optional<bool> GradScaler::last_step_skipped(const Optimizer* optimizer, bool wait) const {
-  State& state = checked("last_step_skipped");
-  if (!state.enabled) return false;
-  if (wait) state.wait();
-  if (optimizer == nullptr) return state.loss_scale.step_skipped({});
-  const auto key = State::key_of(*optimizer, "last_step_skipped");
-  const auto slot = state.loss_scale.find_optimizer(key.get());
-  return slot.has_value() ? state.loss_scale.step_skipped(slot) : std::nullopt;
-}
-
-ScalerStats GradScaler::stats(bool wait) const {
-  State& state = checked("stats");
-  if (wait) state.wait();
-  return state.loss_scale.stats(state.enabled ? state.loss_scale.init_scale : 1.0);
-}
 
 c10::IValue GradScaler::state_dict() const {
   State& state = checked("state_dict");

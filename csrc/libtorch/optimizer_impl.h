@@ -3,7 +3,6 @@
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
-#include <amp_ext/norm_guard.h>
 #include <amp_ext/optim.h>
 #include <amp_ext/options.h>
 
@@ -82,9 +81,7 @@ struct FusedOptimizer::Impl {
 
   const OptimizerClass& optimizer_class;
   std::unique_ptr<Plan> plan;
-  std::shared_ptr<NormGuard> norm_guard;  // null if there is no guard
-  std::shared_ptr<Released> released;     // null unless gradients are released
-  size_t state_count = 0;                 // size of state() when the parameters were registered
+  size_t state_count = 0;           // size of state() when the parameters were registered
   std::vector<Dict> other_entries;  // for each group, unknown entries of the loaded state dict
   Dict other_states = new_dict();   // states of the loaded state dict that belong to no parameter
 };

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "libtorch/optimizer_impl.h"
-#include "libtorch/released_optimizer.h"
 #include "libtorch/values.h"
 #include "optimizer/saved_groups.h"
 #include "optimizer/saved_states.h"
@@ -412,9 +411,8 @@ struct FusedOptimizer::Load {
     impl.other_entries = std::move(other_entries);
     impl.other_states = std::move(other_states);
     auto plan = std::make_unique<Plan>(optimizer_class.name);
-    plan->take_over(*impl.plan);  // takes what state dicts lack: the guard and tracking options
+    plan->take_over(*impl.plan);  // takes what state dicts lack
     impl.plan = std::move(plan);
-    if (impl.released != nullptr) impl.released->forget();
   }
 };
 

@@ -6,7 +6,6 @@
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
-#include <amp_ext/scaler_stats.h>
 
 #include <cstdint>
 #include <deque>
@@ -19,6 +18,7 @@
 
 #include "ops/update_scale.h"
 #include "scaler/scaler_monitor.h"
+#include "scaler/scaler_stats.h"
 
 namespace amp_ext {
 

@@ -50,18 +50,6 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.cat([part.reshape(-1).double() for state in states for part in state])
 
 
-def note_of_norms(optimizer: Any, param: Tensor, norms: Tensor) -> Saved:
-    """Takes a step for each norm, that of a gradient; returns what the guard makes of them."""
-    guard, skipped = optimizer.norm_guard, []
-    for norm in norms.tolist():
-        param.grad = torch.full_like(param, norm)
-        optimizer.step()
-        skipped.append(guard.last_step_skipped())
-    stats, state = guard.stats(), guard.state_dict()
-    both = {"limit": stats.limit, "deviation": stats.deviation, **vars(guard.history())}
-    return {"skipped": skipped, "guard": state, **both}
-
-
 def do(scenario: Scenario) -> Saved:
     """Does a scenario; returns what came of it and of its notes.
 
@@ -88,7 +76,6 @@ def do(scenario: Scenario) -> Saved:
                     {
                         "bits": snapshot(optimizer),
                         "scale": scaler.get_scale(),
-                        "skipped": scaler.last_step_skipped(optimizer),
                         "norm": None if norm is None else norm.item(),
                     }
                 )
@@ -96,8 +83,6 @@ def do(scenario: Scenario) -> Saved:
                 optimizer.norm_guard = amp_ext.optim.NormGuard(**arguments[0])
             elif owner == "norm_guard":
                 getattr(optimizer.norm_guard, method)(*arguments)
-            elif call == "norms":
-                notes.append(note_of_norms(optimizer, params[0], *arguments))
             elif call == "options":  # of the first group
                 optimizer.param_groups[0].update(*arguments)
             elif call == "gradient":  # of the first parameter

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
-#include <amp_ext/scaler_stats.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -22,11 +21,6 @@ class OutputArchive;
 }  // namespace torch::serialize
 
 namespace amp_ext {
-
-class LossScale;
-namespace optim {
-class GradientRelease;
-}
 
 // Options of GradScaler, set by chained calls:
 // GradScalerOptions().device(torch::kCPU).init_scale(1024).
@@ -60,8 +54,6 @@ struct GradientScan {
   // parameters of all groups. Scans only lower this index. GradScaler::update reads the index and
   // resets it to INT64_MAX, which means "none".
   std::vector<at::Tensor> first_nonfinites;
-  // True if each flag is the number of parameters that were skipped, each for its own gradient.
-  bool counts_tensors = false;
 };
 
 // Interface of optimizers that unscale gradients inside their step and skip it on the device,
@@ -85,9 +77,6 @@ class AMP_EXT_API ScaledStep {
   // True if this optimizer unscales gradients inside its step. If false, the scaler treats it like
   // any other torch::optim::Optimizer.
   virtual bool unscales_in_step() const { return true; }
-
-  // Throws if this optimizer can't take part in a method of a scaler, which is called `operation`.
-  virtual void check_scaler(const LossScale& scaler, const char* operation);
 };
 
 // Scales the loss so that float16 gradients neither vanish nor overflow. Methods, order of calls,
@@ -144,12 +133,6 @@ class AMP_EXT_API GradScaler {
   int64_t get_growth_interval() const;
   void set_growth_interval(int64_t interval);
 
-  // Returns true if `optimizer` (null: any optimizer) skipped its step before the last update, and
-  // nullopt if there was no step. Does not wait for a GPU, unless `wait` is true.
-  std::optional<bool> last_step_skipped(const torch::optim::Optimizer* optimizer = nullptr,
-                                        bool wait = false) const;
-  ScalerStats stats(bool wait = false) const;
-
   // Returns a state dict with the same entries as in Python: torch's five entries and, if
   // hysteresis is used, a sixth. The dict is empty if scaling is disabled.
   c10::IValue state_dict() const;
@@ -158,11 +141,7 @@ class AMP_EXT_API GradScaler {
   void load_state_dict(const c10::IValue& state_dict);
 
  private:
-  friend class optim::GradientRelease;
   struct State;
-
-  // Returns the scale of an enabled scaler, which moves with the scaler.
-  std::shared_ptr<const LossScale> loss_scale() const;
 
   // Returns the state. If the scaler was moved from, throws an error that names `operation`.
   State& checked(const char* operation) const;

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 #include <amp_ext/grad_scaler.h>
-#include <amp_ext/norm_guard.h>
 #include <amp_ext/options.h>
 #include <torch/optim/optimizer.h>
 
@@ -22,7 +21,6 @@
 #include <vector>
 
 namespace amp_ext {
-class LossScale;
 class Plan;
 struct GroupSettings;
 }  // namespace amp_ext
@@ -308,34 +306,13 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                                              const at::Tensor& grad_scale) override;
   // True for the classes of this file. A derived class that keeps step() may return true as well.
   bool unscales_in_step() const override;
-  void check_scaler(const LossScale& scaler, const char* operation) override;
-
-  // Resets all gradients, as torch's method does, which this one hides. Also ends an iteration
-  // whose gradients were released, if its batch is given up.
-  void zero_grad(bool set_to_none = true);
 
   // Returns an object that identifies the optimizer and moves with it; null after a move.
   std::shared_ptr<const void> identity() const;
 
   // Returns the norm of the unscaled gradients at the last step: one float32, which later steps
-  // overwrite. Undefined unless max_grad_norm, a norm guard or track_grad_norms is set.
+  // overwrite. Undefined unless max_grad_norm is set.
   at::Tensor grad_norm() const;
-
-  // Sets a guard that checks the gradient norm at every step; null removes it. The guard costs an
-  // extra scan of the gradients, unless a scaler or clipping scans them anyway. Throws if the guard
-  // belongs to another optimizer.
-  void norm_guard(std::shared_ptr<NormGuard> guard);
-  std::shared_ptr<NormGuard> norm_guard() const;
-
-  // Makes every step store the norm of each gradient. This costs an extra scan of the gradients,
-  // unless a scaler or clipping scans them anyway.
-  void track_grad_norms(bool track);
-  bool track_grad_norms() const;
-
-  // Returns the norms of the unscaled gradients at the last step, one float32 per parameter in the
-  // order of the groups. Later steps overwrite the tensor. A norm is NaN if the parameter had no
-  // gradient, inf if the gradient or its norm was not finite. Undefined unless norms are tracked.
-  at::Tensor grad_norms() const;
 
   // Creates every state that the first step would create, without stepping.
   void init_state();
@@ -373,13 +350,9 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
                  std::unique_ptr<FusedOptions> defaults);
 
  private:
-  friend class GradientRelease;
-  friend class WeightAverage;
-
   struct Impl;
   struct Load;
   struct Operation;
-  struct Released;
   class Store;
   using StateMap = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -394,12 +367,7 @@ class AMP_EXT_API FusedOptimizer : public torch::optim::Optimizer, public Scaled
   bool keep_states(const std::vector<ParamRef>& params, std::vector<StateMap> made);
   std::vector<PlacedOptions> checked_groups();
   void read_groups(GroupSettings& settings);
-  void average(
-      const char* name,
-      const std::function<void(Plan&, const std::unordered_map<int64_t, at::Tensor>&)>& call);
   void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf);
-  void run_step(const at::Tensor& grad_scale, const at::Tensor& found_inf,
-                const at::Tensor& sum_of_squares, const at::Tensor& squares_of_params);
 
   std::shared_ptr<Impl> impl_;  // null after a move
 };

@@ -128,22 +128,6 @@ inline amp_ext::GradScalerOptions scaler_options_from(const Dict& values) {
   return options;
 }
 
-// Those of a guard, by their names in Python.
-inline amp_ext::optim::NormGuardOptions guard_options_from(const Dict& values) {
-  amp_ext::optim::NormGuardOptions options;
-  for (const auto& entry : values) {
-    const std::string& name = entry.key().toStringRef();
-    const c10::IValue value = entry.value();
-    if (name == "sigma_factor") options.sigma_factor(value.toScalar().toDouble());
-    if (name == "window") options.window(value.toInt());
-    if (name == "warmup_steps") options.warmup_steps(value.toInt());
-    if (name == "max_norm") options.max_norm(value.toScalar().toDouble());
-    if (name == "action") options.action(value.toStringRef());
-    if (name == "patience") options.patience(value.toInt());
-  }
-  return options;
-}
-
 // All parameters and states in one float64 tensor, by parameter and by key.
 inline torch::Tensor bits_of(const FusedOptimizer& optimizer) {
   std::vector<torch::Tensor> parts;
@@ -246,36 +230,7 @@ class Scenario {
     const torch::Tensor norm = fused_->grad_norm();
     note.insert("bits", bits_of(*fused_));
     note.insert("scale", scaler_.get_scale());
-    note.insert("skipped", scaler_.last_step_skipped(fused_));
     note.insert("norm", norm.defined() ? c10::IValue(norm.item<double>()) : c10::IValue());
-    notes_.push_back(note);
-  }
-
-  // Takes a step for each norm, which is that of the first parameter's gradient, and notes what the
-  // guard makes of them.
-  void step_with_norms(const torch::Tensor& norms) {
-    const auto guard = fused_->norm_guard();
-    auto skipped = new_list();
-    for (int64_t i = 0; i < norms.numel(); ++i) {
-      params_[0].mutable_grad() = torch::full_like(params_[0], norms[i].item<double>());
-      optimizer_->step();
-      skipped.push_back(guard->last_step_skipped());
-    }
-    auto note = new_dict();
-    note.insert("skipped", skipped);
-    note.insert("guard", guard->state_dict());
-    note.insert("limit", guard->stats().limit);
-    note.insert("deviation", guard->stats().deviation);
-    const amp_ext::optim::NormGuardHistory history = guard->history();
-    auto numbers = new_list(), kept = new_list(), withheld = new_list();
-    for (size_t i = 0; i < history.numbers.size(); ++i) {
-      numbers.push_back(history.numbers[i]);
-      kept.push_back(history.norms[i]);
-      withheld.push_back(static_cast<bool>(history.withheld[i]));
-    }
-    note.insert("numbers", numbers);
-    note.insert("norms", kept);
-    note.insert("withheld", withheld);
     notes_.push_back(note);
   }
 
@@ -301,13 +256,6 @@ class Scenario {
            auto& options = optimizer_->param_groups()[0].options();
            set_options(static_cast<FusedOptions&>(options), argument.toGenericDict());
          }},
-        {"norm_guard",
-         [&] {
-           const auto options = guard_options_from(argument.toGenericDict());
-           fused_->norm_guard(std::make_shared<amp_ext::optim::NormGuard>(options));
-         }},
-        {"norm_guard.load_state_dict", [&] { fused_->norm_guard()->load_state_dict(argument); }},
-        {"norms", [&] { step_with_norms(argument.toTensor()); }},
         {"optimizer.step", [&] { optimizer_->step(); }},
         {"optimizer.init_state", [&] { fused_->init_state(); }},
         {"optimizer.master_params", [&] { fused_->master_params(); }},

@@ -9,7 +9,6 @@
 #include "call_scenarios.h"
 #include "checks_files.h"
 #include "checks_optimizers.h"
-#include "checks_release.h"
 #include "checks_scaler.h"
 
 int main() {
