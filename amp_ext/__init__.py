@@ -7,7 +7,7 @@ from amp_ext import compiled_ops, ops, optim
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
 from amp_ext.patch import patch_torch
-from amp_ext.scaler import GradScaler, ScalerHistory, ScalerStats
+from amp_ext.scaler import GradScaler, ScalerStats
 
 if TYPE_CHECKING:
     from amp_ext import memory, tensor_core, training
@@ -29,7 +29,6 @@ __version__ = "0.1.0"
 __all__ = [
     "GradScaler",
     "LoadPlanner",
-    "ScalerHistory",
     "ScalerStats",
     "ShardedGradScaler",
     "check_for_overflow",

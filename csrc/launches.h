@@ -155,10 +155,7 @@ struct ReportMemory {
 
   // Copies all but `started` and `finished` to the mirrors, as thread `copier` of `copiers`.
   AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
-    constexpr int64_t kWords = sizeof(ScalerSummary) / sizeof(int64_t);
-    copy_words(report, mirror, 2 + copier, kWords, copiers);
-    const int64_t newest = (report->updates - 1) % kHistory;
-    if (copier == 0) mirror->history[newest] = report->history[newest];
+    copy_words(report, mirror, 2 + copier, sizeof(ScalerReport) / sizeof(int64_t), copiers);
     copy_words(optimizers, optimizers_mirror, copier,
                number_of_optimizers * sizeof(OptimizerReport) / sizeof(int64_t), copiers);
   }

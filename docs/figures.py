@@ -42,13 +42,17 @@ GROWTH_INTERVAL = 40  # 2,000 by default: a picture of that would be long
 BAD_UPDATE = 250  # whose batch holds an inf, which no scale can cure
 
 
-def train() -> amp_ext.ScalerHistory:
-    """Trains a small network in fp16 from a scale that is too large; returns what happened."""
+def train() -> tuple[list[float], list[int]]:
+    """Trains a small network in fp16 from a scale that is too large.
+
+    Returns the scale of each update, and the positions of the updates whose step was skipped.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).half()
     optimizer = amp_ext.optim.AdamW(model.named_parameters(), lr=3e-3)
     scaler = amp_ext.GradScaler("cpu", init_scale=2.0**20, growth_interval=GROWTH_INTERVAL)
-    for update in range(1, UPDATES + 1):
+    scales, skips = [], []
+    for update in range(UPDATES):
         x = torch.randn(64, 8, dtype=torch.float16)
         y = x.sin().sum(dim=1, keepdim=True)
         if update == BAD_UPDATE:
@@ -57,26 +61,22 @@ def train() -> amp_ext.ScalerHistory:
         loss = nn.functional.mse_loss(model(x).float(), y.float())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
+        scales.append(scaler.get_scale())
         scaler.update()
-    return scaler.history(wait=True)
+        if scaler.last_step_skipped(wait=True):
+            skips.append(update)
+    return scales, skips
 
 
-def draw(history: amp_ext.ScalerHistory, path: Path) -> None:
+def draw(scales: list[float], skips: list[int], path: Path) -> None:
     """Draws the loss scale over the updates, and a cross where a step was skipped."""
     figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    axes.step(history.updates, history.scales, where="post", color="tab:blue")
-    skips = [i for i, skipped in enumerate(history.skipped) if skipped]
-    axes.plot(
-        [history.updates[i] for i in skips],
-        [history.scales[i] for i in skips],
-        "x",
-        color="tab:red",
-        label="skipped step",
-    )
+    axes.step(range(len(scales)), scales, where="post", color="tab:blue")
+    axes.plot(skips, [scales[i] for i in skips], "x", color="tab:red", label="skipped step")
     axes.set_yscale("log", base=2)
     axes.set(xlabel="update", ylabel="loss scale")
     axes.axvline(BAD_UPDATE, color="gray", linewidth=0.8, linestyle=":")
-    axes.annotate("inf in the data", (BAD_UPDATE, max(history.scales)), fontsize=9, color="gray")
+    axes.annotate("inf in the data", (BAD_UPDATE, max(scales)), fontsize=9, color="gray")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
@@ -123,4 +123,4 @@ def draw_gains(path: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     draw_gains(folder / "gains.png")
-    draw(train(), folder / "scale.png")
+    draw(*train(), folder / "scale.png")

@@ -224,7 +224,7 @@ class Training:
     def run(self, steps: int) -> None:
         """Trains for ``steps`` steps; waits for a GPU only at validations and at the end."""
         settings, curves, part = self.settings, self.curves, self.text.train
-        losses, norms = [], []
+        losses, norms, scales, skipped = [], [], [], []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
             if step % settings.validate_every == 0:
                 curves.validations[step] = loss = validate(self.model, self.text, self.settings)
@@ -240,14 +240,15 @@ class Training:
             self.schedule.step()
             losses.append(step_loss)
             norms.append(metrics.grad_norm)
+            scales.append(metrics.loss_scale)
+            skipped.append(metrics.skipped)
         curves.validations[self.schedule.last_epoch] = validate(
             self.model, self.text, self.settings
         )
         curves.losses += torch.stack(losses).tolist()
         curves.norms += torch.stack(norms).tolist()
-        history = self.scaler.history(wait=True)
-        curves.scales += history.scales[-steps:]
-        curves.skipped += history.skipped[-steps:]
+        curves.scales += torch.stack(scales).tolist()
+        curves.skipped += torch.stack(skipped).tolist()
 
     @torch.no_grad()
     def write(self, beginning: str, length: int, seed: int) -> str:

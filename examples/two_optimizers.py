@@ -114,12 +114,12 @@ def train(steps: int, device: str) -> Record:
         scaler.step(optimizers["generator"])
         record.losses["generator"].append(loss.item())
 
+        record.scales.append(scaler.get_scale())
         scaler.update()  # once, after both steps
         for name, optimizer in optimizers.items():
             # The figure needs the answer about this step, so the call waits for a GPU.
             record.skipped[name].append(scaler.last_step_skipped(optimizer, wait=True) is True)
     record.samples[steps] = sample(generator, device)
-    record.scales = scaler.history(wait=True).scales
     return record
 
 

@@ -1,6 +1,6 @@
 """The gradient scaler and its reports."""
 
 from amp_ext.scaler.grad_scaler import GradScaler
-from amp_ext.scaler.stats import ScalerHistory, ScalerStats
+from amp_ext.scaler.stats import ScalerStats
 
-__all__ = ["GradScaler", "ScalerHistory", "ScalerStats"]
+__all__ = ["GradScaler", "ScalerStats"]

@@ -38,7 +38,6 @@ from amp_ext.scaler.options import (
     device_type_of,
 )
 from amp_ext.scaler.stats import (
-    ScalerHistory,
     ScalerStats,
     mark_update,
     report,
@@ -65,15 +64,14 @@ class GradScaler(torch.amp.GradScaler):
     * If an exception interrupts ``unscale_`` or ``step`` after a possible write, both raise errors
       until ``update`` is called.
     * The scale can be kept within limits, kept constant, or allowed to survive some overflows.
-    * ``last_step_skipped``, ``stats`` and ``history`` report what happened without waiting for a
-      GPU.
+    * ``last_step_skipped`` and ``stats`` report what happened without waiting for a GPU.
 
     With ``hysteresis=3``, the third overflow since the last growth of the scale reduces the scale,
     and so does each one after it. As in Megatron-LM, only a growth resets the count; in NeMo, every
     clean step does. torch has no hysteresis.
 
-    The logger "amp_ext" gets one INFO message when the first scale has settled. It gets a WARNING
-    with the name of the first bad parameter when ``warn_after`` updates in a row were skipped.
+    The logger "amp_ext" gets a WARNING with the name of the first bad parameter when ``warn_after``
+    updates in a row were skipped.
 
     Reference:
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
@@ -400,19 +398,6 @@ class GradScaler(torch.amp.GradScaler):
         if wait:
             wait_for(self._last_update, self._scale)
         return ScalerStats(*self._loss_scale.stats(float(self._init_scale)))
-
-    def history(self, *, wait: bool = False) -> ScalerHistory:
-        """Returns the scales and skips of the last 4,096 updates, for plots.
-
-        Args:
-            wait: Waits for the last update, so that the history includes it.
-        """
-        if not self._enabled:
-            return ScalerHistory([], [], [])
-        if wait:
-            wait_for(self._last_update, self._scale)
-        first, scales, skipped = self._loss_scale.history()
-        return ScalerHistory(list(range(first, first + len(scales))), scales, skipped)
 
     def get_scale(self) -> float:
         """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""

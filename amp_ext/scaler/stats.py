@@ -1,9 +1,8 @@
-"""Counts, history and log messages of the updates of a gradient scaler."""
+"""Counts and log messages of the updates of a gradient scaler."""
 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from dataclasses import dataclass
 
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.history_plot import Marks, plot_over_time
 
-__all__ = ["ScalerHistory", "ScalerStats", "mark_update", "report", "wait_for", "warn_of_scale"]
+__all__ = ["ScalerStats", "mark_update", "report", "wait_for", "warn_of_scale"]
 
 _LOGGER = logging.getLogger("amp_ext")
 
@@ -49,33 +47,6 @@ class ScalerStats:
     skipped_tensors: int = 0
 
 
-@dataclass(frozen=True)
-class ScalerHistory:
-    """The last 4,096 updates that the device has finished, oldest first.
-
-    Attributes:
-        updates: Numbers of the updates, from 1.
-        scales: Loss scale during the step before each update.
-        skipped: True for each update whose step was skipped.
-    """
-
-    updates: list[int]
-    scales: list[float]
-    skipped: list[bool]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots the loss scale over the updates, with a cross at each skipped step, and saves it.
-
-        Args:
-            path: File of the picture, such as "scale.png"; its extension sets the format.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        marks = Marks("skipped step", self.skipped)
-        plot_over_time(path, ("update", "loss scale"), self.updates, self.scales, marks, base=2)
-
-
 def mark_update(event: torch.cuda.Event | None, device: torch.device) -> torch.cuda.Event | None:
     """Records an event after the update that was just launched; returns None within a capture."""
     if torch.cuda.is_current_stream_capturing():
@@ -95,10 +66,8 @@ def wait_for(event: torch.cuda.Event | None, scale: Tensor | None) -> None:
         torch.cuda.synchronize(scale.device)
 
 
-def report(scale: Tensor, settled: str, skips: str, is_too_small: bool) -> None:
+def report(scale: Tensor, skips: str, is_too_small: bool) -> None:
     """Logs the messages of the last finished update and warns of a scale that is too small."""
-    if settled:
-        _LOGGER.info(settled)
     if skips:
         _LOGGER.warning(skips)
     if is_too_small:

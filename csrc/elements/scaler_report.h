@@ -8,11 +8,10 @@
 
 namespace amp_ext {
 
-struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
+struct ScalerReport : ReportStamps {  // all counts are numbers of updates
   int64_t updates = 0;
   int64_t skips = 0;  // updates with an overflow
   int64_t consecutive_skips = 0;
-  int64_t settled_after = -1;    // updates before the first without overflow; -1 until then
   int64_t nonfinite_slot = -1;   // slot of the optimizer with the last inf or NaN gradient; or -1
   int64_t nonfinite_index = -1;  // index of that gradient in its optimizer; or -1
   int64_t nonfinite_update = 0;  // number of the update that reported that gradient; or 0
@@ -20,11 +19,6 @@ struct ScalerSummary : ReportStamps {  // all counts are numbers of updates
   double scale = 0.0;            // scale after the last update
   double smallest_scale = 0.0;
   double largest_scale = 0.0;
-  double settled_scale = 0.0;
-};
-
-struct ScalerReport : ScalerSummary {
-  double history[kHistory] = {};  // scale at each update; negative if it had an overflow
 };
 
 struct OptimizerReport {
@@ -71,8 +65,6 @@ AMP_EXT_INLINE void report_flag(const OverflowFlag& flag, bool found, ScalerRepo
 AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale_after,
                                   ScalerReport& report) {
   if (report.updates == 0) report.smallest_scale = report.largest_scale = scale_before;
-  report.history[report.updates % kHistory] =
-      overflow ? -static_cast<double>(scale_before) : static_cast<double>(scale_before);
   report.updates += 1;
   report.skips += overflow ? 1 : 0;
   report.consecutive_skips = overflow ? report.consecutive_skips + 1 : 0;
@@ -81,10 +73,6 @@ AMP_EXT_INLINE void report_update(bool overflow, float scale_before, float scale
   for (const float scale : scales) {
     if (report.smallest_scale > scale) report.smallest_scale = scale;
     if (report.largest_scale < scale) report.largest_scale = scale;
-  }
-  if (!overflow && report.settled_after < 0) {
-    report.settled_after = report.updates - 1;
-    report.settled_scale = scale_before;
   }
 }
 

@@ -254,7 +254,7 @@ py::object update(LossScaleOfPython& self, py::dict attributes, const py::object
   // Replaces the dicts here and not in Python: after an interrupt between the update and the
   // replacement, the next update would count the same flags again.
   attributes["_per_optimizer_states"] = next_states;
-  return py::make_tuple(messages.settled, messages.skips, messages.scale_is_too_small);
+  return py::make_tuple(messages.skips, messages.scale_is_too_small);
 }
 
 void define_loss_scale(py::module_& module) {
@@ -351,11 +351,7 @@ void define_loss_scale(py::module_& module) {
                                    name.empty() ? std::nullopt : std::optional(name),
                                    stats.skipped_tensors);
           },
-          py::arg("initial_scale"))
-      .def("history", [](const LossScaleOfPython& self) {
-        const ScaleHistory history = self.history();
-        return std::make_tuple(history.first_update, history.scales, history.skipped);
-      });
+          py::arg("initial_scale"));
 }
 
 }  // namespace

@@ -176,12 +176,7 @@ LogMessages LossScale::messages() {
   LogMessages messages;
   if (scale.is_cpu()) messages.scale_is_too_small = must_warn_of(scale.item().toDouble());
   if (monitor_ == nullptr) return messages;
-  const ScalerSummary report = monitor_->read();
-  if (!warned_of_.settling && report.settled_after >= 0) {
-    warned_of_.settling = true;
-    messages.settled = c10::str("GradScaler: the loss scale settled at ", report.settled_scale,
-                                " after ", report.settled_after, " skipped updates");
-  }
+  const ScalerReport report = monitor_->read();
   if (report.consecutive_skips < warn_after) {
     warned_of_.skips = false;
   } else if (!warned_of_.skips) {
@@ -213,7 +208,7 @@ std::string LossScale::warning_of(const std::string& value) {
 
 void LossScale::check_scales() {
   if (monitor_ == nullptr) return;
-  const ScalerSummary report = monitor_->read();
+  const ScalerReport report = monitor_->read();
   if (report.nonfinite_index != kScalesDiffer) return;
   if (report.nonfinite_update <= warned_of_.different_scales) return;
   warned_of_.different_scales = report.nonfinite_update;
@@ -224,7 +219,7 @@ void LossScale::check_scales() {
               ". Load the scaler's state on every rank.");
 }
 
-std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {
+std::string LossScale::name_of_nonfinite(const ScalerReport& report) const {
   if (report.nonfinite_slot < 0) return {};
   const ReportSlot& report_slot = report_slot_of(report.nonfinite_slot);
   return report_slot.name_of(report.nonfinite_index);
@@ -233,7 +228,7 @@ std::string LossScale::name_of_nonfinite(const ScalerSummary& report) const {
 std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
   if (monitor_ == nullptr) return {};
   if (!slot.has_value()) {
-    const ScalerSummary report = monitor_->read();
+    const ScalerReport report = monitor_->read();
     if (report.updates == 0) return {};
     if (report.consecutive_skips > 0) return true;
     for (int64_t each = 0; each < monitor_->number_of_optimizers(); ++each) {
@@ -249,7 +244,7 @@ std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
 }
 
 ScalerStats LossScale::stats(double initial_scale) const {
-  const ScalerSummary report = monitor_ != nullptr ? monitor_->read() : ScalerSummary();
+  const ScalerReport report = monitor_ != nullptr ? monitor_->read() : ScalerReport();
   if (report.updates == 0) {
     return {0, 0, 0, 0, initial_scale, initial_scale, initial_scale, {}};
   }
@@ -258,10 +253,6 @@ ScalerStats LossScale::stats(double initial_scale) const {
           report.scale,          report.smallest_scale,
           report.largest_scale,  name_of_nonfinite(report),
           report.skipped_tensors};
-}
-
-ScaleHistory LossScale::history() const {
-  return monitor_ != nullptr ? monitor_->history() : ScaleHistory{1, {}, {}};
 }
 
 }  // namespace amp_ext

@@ -28,8 +28,7 @@ using NameOf = std::function<std::string(int64_t index)>;
 
 // Messages that an update of the scale produces for the log of the caller.
 struct LogMessages {
-  std::string settled;  // message that the scale has settled for the first time; may be empty
-  std::string skips;    // message that many updates in a row were skipped; may be empty
+  std::string skips;                // message that many updates in a row were skipped; may be empty
   bool scale_is_too_small = false;  // true: the caller warns with LossScale::warning_of
 };
 
@@ -114,7 +113,6 @@ class AMP_EXT_API LossScale {
   std::optional<bool> step_skipped(std::optional<int64_t> slot) const;
   // `initial_scale` is the scale to report before the first update.
   ScalerStats stats(double initial_scale) const;
-  ScaleHistory history() const;
 
  private:
   struct ReportSlot {
@@ -133,14 +131,13 @@ class AMP_EXT_API LossScale {
   ReportSlot& report_slot_of(int64_t slot) { return report_slots_.at(static_cast<size_t>(slot)); }
   void follow(const std::vector<std::pair<int64_t, at::Tensor>>& flags, bool follows);
   LogMessages messages();
-  std::string name_of_nonfinite(const ScalerSummary& report) const;
+  std::string name_of_nonfinite(const ScalerReport& report) const;
 
   std::deque<ReportSlot> report_slots_;  // by slot
   std::unique_ptr<ScalerMonitor> monitor_;
   at::Tensor no_overflow_;  // [] float32, always 0
   // Messages that were already given.
   struct {
-    bool settling = false;
     bool skips = false;
     int64_t different_scales = 0;  // number of the last update that check_scales() reported
   } warned_of_;

@@ -1,9 +1,7 @@
 // Allocates the reports of a scaler and reads their mirrors without waiting.
 #include "scaler/scaler_monitor.h"
 
-#include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "devices/dispatch.h"
 #include "tensors/mirrored_bytes.h"
@@ -46,11 +44,11 @@ int64_t ScalerMonitor::add_optimizer() {
   return number_of_optimizers_++;
 }
 
-ScalerSummary ScalerMonitor::read() const {
-  ScalerSummary summary;
+ScalerReport ScalerMonitor::read() const {
+  ScalerReport report;
   const auto& mirror = *as<ScalerReport>(mirror_);
-  read_consistently(mirror, [&] { summary = mirror; });
-  return summary;
+  read_consistently(mirror, [&] { report = mirror; });
+  return report;
 }
 
 OptimizerReport ScalerMonitor::read_optimizer(int64_t slot) const {
@@ -61,15 +59,6 @@ OptimizerReport ScalerMonitor::read_optimizer(int64_t slot) const {
     std::memcpy(&report, as<OptimizerReport>(optimizers_mirror_) + slot, sizeof report);
   });
   return report;
-}
-
-ScaleHistory ScalerMonitor::history() const {
-  ScalerReport report;
-  const auto& mirror = *as<ScalerReport>(mirror_);
-  read_consistently(mirror, [&] { std::memcpy(&report, &mirror, sizeof report); });
-  const int64_t first = std::max<int64_t>(0, report.updates - kHistory);
-  SignedHistory history(report.history, first, report.updates);
-  return {first + 1, std::move(history.numbers), std::move(history.have_sign)};
 }
 
 ReportMemory ScalerMonitor::memory() const {

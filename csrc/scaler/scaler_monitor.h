@@ -12,13 +12,6 @@
 
 namespace amp_ext {
 
-// The most recent updates of the scale, oldest first.
-struct ScaleHistory {
-  int64_t first_update;        // number of the oldest update in the lists, counted from 1
-  std::vector<double> scales;  // loss scale of the gradients at each update
-  std::vector<bool> skipped;   // whether each update found an overflow
-};
-
 // The reports of one scaler, as of the last update that the device has finished.
 class AMP_EXT_API ScalerMonitor {
  public:
@@ -31,9 +24,8 @@ class AMP_EXT_API ScalerMonitor {
   int64_t add_optimizer();
   int64_t number_of_optimizers() const { return number_of_optimizers_; }
 
-  ScalerSummary read() const;
+  ScalerReport read() const;
   OptimizerReport read_optimizer(int64_t slot) const;
-  ScaleHistory history() const;
 
   ReportMemory memory() const;
 

@@ -92,7 +92,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "ShardedGradScaler": of_fully_sharded,
     "ScalerStats": lambda: scaled(amp_ext.GradScaler).stats(wait=True),
-    "ScalerHistory": lambda: scaled(amp_ext.GradScaler).history(wait=True),
 }
 
 
@@ -138,6 +137,5 @@ def test_a_scaler_from_a_pickle_goes_on(name):
         assert again.stats(wait=True).skips == 2
 
 
-@pytest.mark.parametrize("name", ["ScalerStats", "ScalerHistory"])
-def test_what_a_scaler_told_is_the_same_from_a_pickle(name):
-    assert loaded(name) == MAKERS[name]()
+def test_what_a_scaler_told_is_the_same_from_a_pickle():
+    assert loaded("ScalerStats") == MAKERS["ScalerStats"]()

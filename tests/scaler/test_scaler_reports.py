@@ -1,4 +1,4 @@
-"""Tests of what ``GradScaler`` tells of its updates: skips, counts and history."""
+"""Tests of what ``GradScaler`` tells of its updates: skips and counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from torch.nn import Parameter
 
 import amp_ext
 
-HISTORY = 4096
 NOTHING_YET = amp_ext.ScalerStats(0, 0, 0, 0, 4.0, 4.0, 4.0, None)
 
 
@@ -58,8 +57,7 @@ def tensors_out_of_reach() -> Iterator[None]:
 
 def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) -> list[Any]:
     of_each = [scaler.last_step_skipped(optimizer, wait=wait) for optimizer in optimizers]
-    stats, history = scaler.stats(wait=wait), scaler.history(wait=wait)
-    return [scaler.last_step_skipped(wait=wait), of_each, stats, history]
+    return [scaler.last_step_skipped(wait=wait), of_each, scaler.stats(wait=wait)]
 
 
 # Skips
@@ -67,7 +65,7 @@ def all_reads(scaler: amp_ext.GradScaler, *optimizers: Any, wait: bool = False) 
 
 def test_before_the_first_update_nothing_is_known(device):
     scaler, optimizer = amp_ext.GradScaler(device.type, 4.0), our_sgd(new_params(device))
-    unknown = [None, [None], NOTHING_YET, amp_ext.ScalerHistory([], [], [])]
+    unknown = [None, [None], NOTHING_YET]
     assert all_reads(scaler, optimizer) == unknown
     scaler.scale(torch.ones((), device=device))
     assert all_reads(scaler, optimizer) == unknown
@@ -151,15 +149,14 @@ def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog):
         for wait in (False, True):
             scaler.scale(torch.ones(()))
             iterate(scaler, optimizer, bad=[0])
-            expected = [False, [False], nothing, amp_ext.ScalerHistory([], [], [])]
-            assert all_reads(scaler, optimizer, wait=wait) == expected
+            assert all_reads(scaler, optimizer, wait=wait) == [False, [False], nothing]
     assert not caplog.records
 
 
-# Counts and history
+# Counts
 
 
-def test_the_counts_and_the_history_are_those_of_the_loop(device):
+def test_the_counts_are_those_of_the_loop(device):
     scaler = ready(device, growth_interval=2)
     optimizer = torchs_sgd(new_params(device))
     scales, skipped, after, in_a_row = [], [], [], 0
@@ -179,32 +176,6 @@ def test_the_counts_and_the_history_are_those_of_the_loop(device):
             largest_scale=max(scales[0], *after),
             last_nonfinite="group 0, param 0" if any(skipped) else None,
         )
-    history = scaler.history(wait=True)
-    assert history == amp_ext.ScalerHistory(list(range(1, 17)), scales, skipped)
-
-
-def test_the_history_holds_the_last_4096_updates(device):
-    scaler = ready(device, init_scale=1.0, growth_interval=1)
-    optimizer = torchs_sgd(new_params(device, 1))
-    (param,) = cases.params_of(optimizer)
-    clean, bad = torch.ones_like(param), torch.full_like(param, cases.INF)
-    for count in range(1, HISTORY + 101):
-        param.grad = bad if count % 3 == 0 else clean  # grows twice, falls once
-        scaler.unscale_(optimizer)
-        scaler.update(1.0 if count % 30 == 0 else None)
-        if count in (1, HISTORY - 1, HISTORY, HISTORY + 1, HISTORY + 100):
-            history = scaler.history(wait=True)
-            first = max(1, count - HISTORY + 1)
-            assert history.updates == list(range(first, count + 1))
-            assert history.skipped == [number % 3 == 0 for number in history.updates]
-            assert history.scales == [scale_of(number) for number in history.updates]
-    assert exact(scaler).updates == HISTORY + 100
-
-
-def scale_of(update: int) -> float:
-    """Returns the scale of an update that doubles, doubles, halves and starts anew after 30."""
-    done = (update - 1) % 30
-    return float(2 ** (done // 3 + done % 3))
 
 
 @pytest.mark.parametrize("duplicate", [cases.through_a_file, copy.copy, copy.deepcopy])
@@ -214,7 +185,7 @@ def test_a_duplicate_counts_anew(duplicate, device):
     iterate(scaler, optimizer, bad=[1])
     twin = duplicate(scaler)
     fresh = amp_ext.ScalerStats(0, 0, 0, 0, 2.0, 2.0, 2.0, None)
-    assert all_reads(twin, optimizer) == [None, [None], fresh, amp_ext.ScalerHistory([], [], [])]
+    assert all_reads(twin, optimizer) == [None, [None], fresh]
     twin.scale(torch.ones((), device=device))
     iterate(twin, optimizer)
     assert exact(twin) == amp_ext.ScalerStats(1, 1, 0, 0, 2.0, 2.0, 2.0, None)
@@ -234,8 +205,6 @@ def test_scales_that_are_set_are_reported(device):
     assert exact(scaler).scale == 2.0**19
     scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**-10})
     iterate(scaler, optimizer)
-    expected = amp_ext.ScalerHistory([1, 2, 3], [8, 2.0**20, 2.0**-10], [True, True, False])
-    assert scaler.history(wait=True) == expected
     assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
 
 
@@ -252,7 +221,6 @@ def test_reading_does_not_touch_tensors(make, device):
         with tensors_out_of_reach():
             assert scaler.last_step_skipped(optimizer) is bool(bad)
             assert scaler.stats().last_nonfinite == (None if not bad else "ab"[bad[0]])
-            assert scaler.history().skipped[-1] is bool(bad)
 
 
 # Threads
@@ -260,8 +228,8 @@ def test_reading_does_not_touch_tensors(make, device):
 
 def assert_whole(scaler, newest):
     """Reads everything, asserts that it fits together, and returns the number of updates."""
-    stats, history = scaler.stats(), scaler.history()
-    updates, seen = stats.updates, max([0, *history.updates])
+    stats = scaler.stats()
+    updates = stats.updates
     skips = updates // 2
     assert dataclasses.astuple(stats) == (
         *(updates, updates - skips, skips, int(updates > 0 and updates % 2 == 0)),
@@ -269,11 +237,8 @@ def assert_whole(scaler, newest):
         "of 49" if skips else None,
         0,
     )
-    assert history.updates == list(range(1, seen + 1))
-    assert history.skipped == [number % 2 == 0 for number in history.updates]
-    assert history.scales == [8.0 - number % 2 * 4.0 for number in history.updates]
-    assert newest <= updates <= seen
-    return seen
+    assert newest <= updates
+    return updates
 
 
 def test_a_reader_in_another_thread_never_sees_torn_values(device):
@@ -351,20 +316,3 @@ def test_a_scaler_shows_its_options_and_counts(device):
     assert repr(scaler).endswith("; scale 2.0, 1 of 1 skipped)")
     assert repr(amp_ext.GradScaler(enabled=False)) == "GradScaler(enabled=False)"
     assert repr(amp_ext.GradScaler(device.type)) != ""
-
-
-def test_a_history_is_drawn_in_one_call(tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    scaler = ready()
-    for value in (4.0, cases.INF, 4.0):
-        scaler.step(cases.filled(value))
-        scaler.update()
-    scaler.history(wait=True).plot(tmp_path / "scale.png")
-    scaler.history(wait=True).plot(str(tmp_path / "scale.svg"))
-    amp_ext.ScalerHistory([], [], []).plot(tmp_path / "none.png")
-    picture = matplotlib.image.imread(tmp_path / "scale.png")
-    red = (picture[..., 0] > 0.8) & (picture[..., 1] < 0.3) & (picture[..., 2] < 0.3)
-    assert red.any()  # the cross
-    svg = (tmp_path / "scale.svg").read_text()
-    assert "skipped step" in svg
-    assert (tmp_path / "none.png").stat().st_size > 1000
