@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from amp_ext.program import run_program
-
 _PACKAGE = Path(__file__).parent
 
 
@@ -50,4 +48,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

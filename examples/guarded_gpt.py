@@ -41,7 +41,7 @@ from torch.nn import functional
 
 import amp_ext
 from amp_ext.optim import AdamW, NormGuard
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 # The limits below were chosen before the first run.
 FIRST_BROKEN = 200  # healthy steps before the first broken batch can occur
@@ -227,4 +227,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

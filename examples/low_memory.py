@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amp_ext.optim import AdamW
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 BF16 = torch.bfloat16
 
@@ -284,4 +284,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
 from amp_ext.training.random_state import random_state
 
@@ -378,4 +378,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

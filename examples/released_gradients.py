@@ -23,7 +23,7 @@ from torch import Tensor
 
 import amp_ext
 from amp_ext.memory import training_memory
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 WIDE = replace(Settings(), steps=400, rows=4, width=256)
 LARGEST_GAP = 0.05  # nats by which the run with the least memory may end above the others
@@ -176,4 +176,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

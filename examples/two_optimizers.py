@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import amp_ext
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 STEPS = 3000
 QUICK_STEPS = 160
@@ -237,4 +237,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from presentation import finish, make_parser, read_options
 
 import amp_ext
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 STEPS = 300
 
@@ -140,4 +140,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

@@ -21,7 +21,7 @@ import torch
 from amp_ext.bench import measure
 from amp_ext.bench.steps import make_params, make_program
 from amp_ext.bench.work import SIDES, choose_rows, row_name
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 NOTE = (
     "Figures are amp_ext's; ÷ is torch's time divided by ours, in float32 that of our step with "
@@ -120,4 +120,4 @@ def make_table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

@@ -16,7 +16,6 @@ from amp_ext import ops
 from amp_ext.info import facts
 from amp_ext.info.causes import Cause, recognise
 from amp_ext.info.check import DTYPES, check, check_division
-from amp_ext.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,4 +97,4 @@ def _take_steps() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

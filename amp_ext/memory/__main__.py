@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from amp_ext.memory import NOT_COUNTED, OPTIMIZERS, training_memory
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 _PARTS = ("parameters", "masters", "gradients", "states", "total")
 
@@ -68,4 +68,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

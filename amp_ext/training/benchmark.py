@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_ext.optim import AdamW
-from amp_ext.program import format_table
+from amp_ext.text_table import format_table
 from amp_ext.training.config import MixedPrecisionConfig, Precision
 from amp_ext.training.loss import loss_in
 from amp_ext.training.trainer import MixedPrecisionTrainer
