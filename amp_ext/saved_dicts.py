@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["check_is_dict", "first_keys", "missing_entry"]
@@ -27,25 +27,9 @@ def check_is_dict(operation: str, state_dict: Any) -> None:
     raise TypeError(f"{operation}: state_dict must be a dict, got {got}")
 
 
-def missing_entry(
-    operation: str,
-    name: str,
-    state_dict: Mapping[Any, Any],
-    is_wanted: Callable[[Mapping[Any, Any]], bool],
-) -> str:
-    """Returns the error text for a missing entry; may suggest an inner dict to load instead.
-
-    Args:
-        operation: Name of the method that loads, with which errors begin.
-        name: The missing entry.
-        state_dict: The dict that was passed to it.
-        is_wanted: Returns True for a dict that could have been passed instead.
-    """
-    inner = [
-        key for key, value in state_dict.items() if isinstance(value, Mapping) and is_wanted(value)
-    ]
-    text = f"{operation}: state_dict must have {name!r}, got {first_keys(state_dict)}"
-    return text + (f"; load its entry {' or '.join(map(repr, inner))} instead" if inner else "")
+def missing_entry(operation: str, name: str, state_dict: Mapping[Any, Any]) -> str:
+    """Returns the error text for a missing entry of a state dict."""
+    return f"{operation}: state_dict must have {name!r}, got {first_keys(state_dict)}"
 
 
 def first_keys(mapping: Mapping[Any, Any]) -> list[Any]:

@@ -186,8 +186,7 @@ def _check_layout(operation: str, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has "state" and "param_groups", both of the right type."""
     for name in _LAYOUT:
         if name not in state_dict:
-            text = missing_entry(operation, name, state_dict, _has_layout)
-            raise KeyError(text + _what_is_not_read(state_dict))
+            raise KeyError(missing_entry(operation, name, state_dict))
     states, groups = state_dict["state"], state_dict["param_groups"]
     _check_type(states, Mapping, f"{operation}: state must be a dict")
     _check_type(groups, (list, tuple), f"{operation}: param_groups must be a list")
@@ -371,18 +370,3 @@ def _copied_states(
 def _check_type(value: Any, wanted_type: type | tuple[type, ...], wanted: str) -> None:
     if not isinstance(value, wanted_type):
         raise ValueError(f"{wanted}, got {type(value).__name__}")
-
-
-def _has_layout(mapping: Mapping[Any, Any]) -> bool:
-    return all(name in mapping for name in _LAYOUT)
-
-
-def _what_is_not_read(state_dict: Mapping[str, Any]) -> str:
-    """Returns a note for an error if a dict has masters that can't be loaded, otherwise ""."""
-    masters = [key for key in state_dict if str(key).startswith("fp32_")]
-    if not masters:
-        return ""
-    return (  # keys of apex's FP16_Optimizer and similar wrappers
-        f"; the masters in {masters[0]!r} are not read, but taken from the parameters: load "
-        "the model first"
-    )

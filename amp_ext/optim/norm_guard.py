@@ -287,7 +287,7 @@ class NormGuard:
         names = self.statistics.state(wait=False)
         for name in names:
             if name not in state_dict:
-                raise KeyError(missing_entry(operation, name, state_dict, _is_of_a_guard))
+                raise KeyError(missing_entry(operation, name, state_dict))
         self.statistics.load(
             {name: checked(operation, name, state_dict[name], ValueError) for name in names}
         )
@@ -314,7 +314,3 @@ class NormGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
         """Returns a copy, as ``copy.copy`` does."""
         return copy.copy(self)
-
-
-def _is_of_a_guard(mapping: Mapping[Any, Any]) -> bool:
-    return "outliers_in_row" in mapping

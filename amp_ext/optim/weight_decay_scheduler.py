@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -125,7 +125,7 @@ class WeightDecayScheduler(ABC):
         check_is_dict(operation, state_dict)
         for name in self.__dict__:
             if name not in self._not_saved and name not in state_dict:
-                raise KeyError(missing_entry(operation, name, state_dict, self._is_state))
+                raise KeyError(missing_entry(operation, name, state_dict))
         loaded = copy.deepcopy(
             {name: value for name, value in state_dict.items() if name not in self._not_saved}
         )
@@ -143,9 +143,6 @@ class WeightDecayScheduler(ABC):
         self.__dict__.update(loaded)
         self._write(bases, last + bases[len(last) :])
         self.base_weight_decays = bases + known[len(bases) :]
-
-    def _is_state(self, state: Mapping[Any, Any]) -> bool:
-        return self.__dict__.keys() - self._not_saved <= state.keys()
 
     def _bases(self, known: list[float]) -> list[float]:
         """Returns the initial value of each group; new groups bring their own.

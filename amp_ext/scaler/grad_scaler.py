@@ -478,7 +478,7 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale.load(vars(self), dict(state_dict), entry)
         except KeyError as error:
             name = error.args[0]
-            raise KeyError(missing_entry(operation, name, state_dict, _is_of_a_scaler)) from None
+            raise KeyError(missing_entry(operation, name, state_dict)) from None
 
     def _get_hysteresis_tracker(self) -> int:
         if self._hysteresis_tracker is None:
@@ -657,7 +657,3 @@ def _invalidate(state: dict[str, Any]) -> None:
         state["iteration"].needs_reset = True
     else:  # code outside amp_ext created the state
         state["stage"] = OptState.STEPPED
-
-
-def _is_of_a_scaler(mapping: Mapping[Any, Any]) -> bool:
-    return "scale" in mapping and "growth_factor" in mapping

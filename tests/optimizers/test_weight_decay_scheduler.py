@@ -215,7 +215,7 @@ FOREIGN: list[tuple[Any, type[Exception], str]] = [
     (LambdaWeightDecay(sgd(), ramp).state_dict(), KeyError, "state_dict must have 'T_max', got "),
     (sgd().state_dict(), KeyError, "state_dict must have 'T_max', got ['state', 'param_groups']"),
     ({"lr": COSINE_LR, "wd": STATE}, KeyError,
-     "state_dict must have 'T_max', got ['lr', 'wd']; load its entry 'wd' instead"),
+     "state_dict must have 'T_max', got ['lr', 'wd']"),
     ({}, KeyError, "state_dict must have 'T_max', got []"),
     ("checkpoint.pt", TypeError, "state_dict must be a dict, got 'checkpoint.pt': read the file"),
     (None, TypeError, "state_dict must be a dict, got NoneType"),
