@@ -37,8 +37,9 @@ FOLDERS = {
 }
 ELEMENTS, LIBTORCH, PYTHON = (FOLDERS[name] for name in ("elements", "libtorch", "python"))
 TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
-# The layers of public headers that stand below csrc/libtorch, although they include torch's headers.
-# Other public headers are in the layer of csrc/libtorch if they do, else in that of csrc/elements.
+# The layers of public headers that include torch's headers but stand below csrc/libtorch. Other
+# public headers are in the layer of csrc/libtorch if they do, else in that of
+# csrc/elements.
 PUBLIC_LAYERS = {
     "autocast.h": FOLDERS["tensors"],
     "options.h": FOLDERS["tensors"],

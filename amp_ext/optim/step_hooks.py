@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0]
         try:
-            if torch.compiler.is_compiling() or has_step_pre_hooks(optimizer) or _is_profiled():
+            if torch.compiler.is_compiling() or has_step_pre_hooks(optimizer) or ops.is_profiled():
                 return as_torch(*args, **kwargs)
             returned = func(*args, **kwargs)
             for hooks in (
@@ -52,9 +51,3 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if pre-hooks of this optimizer, or torch's global ones, run before its step."""
     return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
-
-
-def _is_profiled() -> bool:
-    """Returns True if a profiler or a monitor of torch is running."""
-    monitor = sys.modules.get("torch.profiler._cupti_monitor")
-    return ops.is_profiled() or getattr(monitor, "_monitor_singleton", None) is not None
