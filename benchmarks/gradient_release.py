@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 import amp_ext
 from amp_ext.optim import AdamW, release_gradients
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 ELEMENTS = 64
 
@@ -86,4 +86,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

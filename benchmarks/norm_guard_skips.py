@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from amp_ext.optim import SGD, NormGuard
-from amp_ext.program import format_table
+from amp_ext.text_table import format_table
 
 WIDTHS = (0.3, 0.5, 0.8)
 SIGMA_FACTORS = (4.0, 6.0)

@@ -38,7 +38,7 @@ from amp_ext.memory import CONFIGURATIONS, Configuration, training_memory
 from amp_ext.optim import AdamW
 from amp_ext.optim.offload import OffloadedStates
 from amp_ext.optim.transport import CudaTransport
-from amp_ext.program import format_table, run_program
+from amp_ext.text_table import format_table
 
 BY_NAME = {each.name: each for each in CONFIGURATIONS}
 MASTERS = BY_NAME["16-bit + masters, fp32 states"]
@@ -420,4 +420,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

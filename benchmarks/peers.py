@@ -36,7 +36,6 @@ from torch.nn import Parameter
 from amp_ext.bench.measure import describe, make_streaming, measure_row, run_times
 from amp_ext.bench.steps import OPTIONS, Program, Step, make_params, make_program, scaled
 from amp_ext.bench.work import SIDES, ShapeList, Work, row_name, uniform
-from amp_ext.program import run_program
 
 CPU = torch.device("cpu")
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
@@ -536,4 +535,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

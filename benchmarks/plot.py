@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 
 from amp_ext.bench.work import SIDES
-from amp_ext.program import run_program
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -180,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

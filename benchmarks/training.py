@@ -42,7 +42,6 @@ from torch.nn import Parameter, functional
 import amp_ext
 from amp_ext.bench.measure import describe
 from amp_ext.optim.offload import OffloadedStates
-from amp_ext.program import run_program
 
 MAX_NORM = 1.0
 SEEDS = 3
@@ -560,4 +559,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(main))
+    sys.exit(main())

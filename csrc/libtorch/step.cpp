@@ -100,11 +100,6 @@ void FusedOptimizer::Store::keep() {
   optimizer_.impl_->state_count = optimizer_.state_.size();
 }
 
-void FusedOptimizer::Store::warn_of_write(size_t index) {
-  const ParamSlot& slot = table_.slots()[index];
-  TORCH_WARN(warning_of_write(table_.operation(), place(slot.group, slot.index_in_group)));
-}
-
 at::Tensor FusedOptimizer::step(LossClosure closure) {
   checked("step");
   at::Tensor loss;
@@ -128,9 +123,6 @@ void FusedOptimizer::run_step(const at::Tensor& grad_scale, const at::Tensor& fo
       operation.gradient_options(if_defined(grad_scale), if_defined(found_inf));
   const ParamTable& params = operation.plan.params();
   Store store(*this, operation.specs, params);
-  if (const auto index = operation.plan.last_step().find_uncounted_write(params)) {
-    store.warn_of_write(*index);
-  }
   try {
     operation.plan.step(operation.table, std::move(options), store);
   } catch (c10::Error& error) {

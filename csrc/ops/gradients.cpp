@@ -51,16 +51,12 @@ int64_t* number_data(const char* operation, const std::string& name, const Optio
   return number->mutable_data_ptr<int64_t>();
 }
 
-// Throws unless all gradients can be multiplied in place: no two of them may overlap, and the
-// operation must support their dtypes and layouts.
+// Throws unless all gradients can be multiplied in place.
 void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
   check_gradients(operation, "grads", grads, device);
-  std::vector<MemoryUse> uses;
   for (size_t i = 0; i < grads.size(); ++i) {
-    uses.push_back({&grads[i], true, 0, static_cast<int64_t>(i)});
+    check_can_be_written(operation, c10::str("grads[", i, "]"), grads[i]);
   }
-  check_no_overlap(operation, uses,
-                   [](const MemoryUse& use) { return c10::str("grads[", use.index, "]"); });
 }
 
 // Multiplies checked gradients in place; gradients with gaps in memory go through dense copies. If

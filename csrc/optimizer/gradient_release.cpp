@@ -145,7 +145,6 @@ void GradientRelease::take_param(Param& param, const at::Tensor& tensor,
   };
   if (!param.table.has_specs(options_.specs) || !is_taken()) {
     param.table.drop_slots();
-    param.last_step.forget_sample();
     param.table.register_params(options_.specs, {param.registered});
     is_taken();
   }
@@ -187,7 +186,7 @@ GradScanResult GradientRelease::results_on(const at::Device& device) {
 }
 
 void GradientRelease::step(int64_t index, const at::Tensor& tensor,
-                           const std::optional<Shard>& shard, Plan& owner, HookStore& store) {
+                           const std::optional<Shard>& shard, Plan& owner, StateStore& store) {
   const at::NoGradGuard no_grad;
   Param& param = params_.at(index);
   check_is_next(param);
@@ -198,8 +197,6 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
   TORCH_CHECK(!slot.grad().requires_grad(), optimizer_,
               ": released gradients can't be part of a graph. Call backward() without "
               "create_graph=True, or release.remove() first.");
-  if (const auto index = param.last_step.find_uncounted_write(param.table))
-    store.warn_of_write(*index);
   StepInputs inputs;
   inputs.gradients.skip_nonfinite = options_.clipping.skip_nonfinite;
   if (options_.grad_scale.has_value() || tracks_grad_norms_) {
@@ -220,7 +217,6 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
   try {
     launch_step(batches, options_.table, param.scratch, outcome);
     ParamTable::remember_step(slot, options_.grad_scale.has_value(), /*are_as_seen=*/false);
-    param.last_step.remember(param.table);
   } catch (...) {
     owner.set_failure(outcome.text());
     throw;

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "optimizer/grad_scan.h"
-#include "optimizer/last_step.h"
 #include "optimizer/param_table.h"
 #include "optimizer/plan.h"
 #include "optimizer/session.h"
@@ -48,12 +47,6 @@ struct AMP_EXT_API ReleaseOptions : GroupSettings {
 
   void read(const std::string& optimizer, const optim::OptimizerDescription& description,
             const std::vector<const optim::GroupOptions*>& groups) override;
-};
-
-// The states of the parameters in a table, and the warning of warning_of_write() about one of them.
-class AMP_EXT_API HookStore : public StateStore {
- public:
-  virtual void warn_of_write(size_t index) = 0;
 };
 
 // An iteration begins with the first hook of a backward pass. It ends with the step, or with a
@@ -129,7 +122,7 @@ class AMP_EXT_API GradientRelease {
   // a partition needs its `shard`. Throws if the parameter has been stepped in this iteration, or
   // an earlier hook has failed.
   void step(int64_t index, const at::Tensor& param, const std::optional<Shard>& shard, Plan& owner,
-            HookStore& store);
+            StateStore& store);
 
   // The methods below take a Lock.
 
@@ -161,8 +154,7 @@ class AMP_EXT_API GradientRelease {
         : registered(registered), table({optimizer, {}, Naming::kGroups}) {}
 
     ParamTable::Param registered;
-    ParamTable table;  // has this parameter only
-    LastStep last_step;
+    ParamTable table;     // has this parameter only
     StepScratch scratch;  // of its own, because hooks may run on several streams
     bool is_stepped = false;
   };

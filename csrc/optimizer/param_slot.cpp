@@ -8,11 +8,8 @@
 #include <ATen/ops/eq.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
 namespace amp_ext {
@@ -180,27 +177,6 @@ void ParamSlot::mark_written() {
   }
   if (is_sharded) bump_version(*shard_of);
   master_is_current = true;
-}
-
-bool ParamSlot::differs_from_master(uint64_t seed) const {
-  constexpr int kElements = 4;
-  const auto* const master = static_cast<const float*>(args.master_param);
-  for (int i = 0; i < kElements; ++i) {
-    seed = seed * 6364136223846793005u + 1442695040888963407u;  // Knuth's random generator
-    const auto element = static_cast<int64_t>((seed >> 1) % static_cast<uint64_t>(args.numel));
-    float stored = 0.0F, rounded = 0.0F;
-    if (args.param_dtype == DType::kFloat16) {
-      stored = static_cast<const at::Half*>(args.param)[element];
-      rounded = at::Half(master[element]);
-    } else {
-      stored = static_cast<const at::BFloat16*>(args.param)[element];
-      rounded = at::BFloat16(master[element]);
-    }
-    // Subnormal numbers are ignored, because a process may flush them to 0.
-    const bool are_normal = std::isnormal(stored) || std::isnormal(rounded);
-    if (are_normal && stored != rounded) return true;
-  }
-  return false;
 }
 
 // With skip_nonfinite, a skipped element must keep its bits. Converting it to the dense copy's

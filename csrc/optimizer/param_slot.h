@@ -130,9 +130,6 @@ struct ParamSlot {
   bool take_new_grad();
   void fill_args();
   void mark_written();
-  // True if one of a few elements, chosen by `seed`, differs from the rounded float32 master. Needs
-  // CPU tensors and current args.
-  bool differs_from_master(uint64_t seed) const;
   void copy_back(bool skip_nonfinite) const;
 };
 

@@ -60,7 +60,10 @@ void ParamSlotChecks::check_grad(const ParamSlot& slot) const {
 void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
   for (int list = 0; list < kSlotTensors; ++list) {
     const at::Tensor& tensor = slot.tensor(list);
-    if (tensor.defined()) check_is_plain(operation, name_of(slot, list), tensor);
+    if (!tensor.defined()) continue;
+    check_is_plain(operation, name_of(slot, list), tensor);
+    const bool is_written = list != kGrad || slot.writes_grad;
+    if (is_written) check_can_be_written(operation, name_of(slot, list), tensor);
   }
   const at::Tensor& param = slot.param();
   const at::ScalarType dtype = param.scalar_type();

@@ -34,7 +34,6 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
     slot.seen_grad_data = found->second.scaled_grad_data;
     slot.seen_grad_is_scaled = slot.seen_grad.has_value();
   }
-  memory_is_checked_ = false;
 }
 
 void ParamTable::drop_slots() {
@@ -42,7 +41,6 @@ void ParamTable::drop_slots() {
   specs_.clear();
   slots_.clear();
   is_partitioned_ = false;
-  written_storages_.clear();
 }
 
 std::unordered_map<const void*, ParamTable::Remembered> ParamTable::remembered() const {
@@ -107,7 +105,6 @@ void ParamTable::set_state(int64_t index, ParamState state) {
   slot.state_device = slot.param().device();
   slot.kernel.reset();
   slot.args_are_current = false;
-  memory_is_checked_ = false;
   slot.was_contiguous.reset();
   const size_t group = slot.group;
   if (group < specs_.size() && specs_[group].state_dtype.is_coded()) {
@@ -137,7 +134,6 @@ void ParamTable::check_for_step(Slots slots, const GroupTable& table, bool allow
     }
     slot.master_is_current = slot.has_current_master();
   }
-  if (!memory_is_checked_) check_memory();
 }
 
 OptimizerKernel ParamTable::kernel_of(const ParamSlot& slot, const GroupTable& table) const {
@@ -154,11 +150,9 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
   if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // forces new checks
   slot.writes_grad = writes_grad;
   if (!slot.kernel.has_value()) slot.kernel = kernel_of(slot, table);
-  // A gradient that moved needs no overlap check unless the step may write its new memory.
   const bool grad_was_shared = slot.writes_grad && slot.leave_lazy_clone(kGrad);
   if (slot.take_fingerprint(kGrad) || grad_was_shared) {
     slot.grad_is_current = false;
-    if (slot.writes_grad || reaches_written_memory(slot.grad())) memory_is_checked_ = false;
   }
   for (int list = 0; list < kSlotTensors; ++list) {
     if (list == kGrad) continue;
@@ -167,7 +161,6 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
     if (list == kParam && was_shared) update_slots_of_storage(slot);
     if (!was_shared && !has_moved) continue;
     slot.args_are_current = false;
-    memory_is_checked_ = false;
     // param_of_master alone would not notice another view of the same storage.
     if (list == kParam && has_moved) slot.param_of_master.reset();
   }
@@ -184,37 +177,6 @@ void ParamTable::update_slots_of_storage(const ParamSlot& slot) {
     other.fingerprints[kParam].storage = slot.fingerprints[kParam].storage;
     other.args_are_current = false;
   }
-}
-
-void ParamTable::check_memory() {
-  std::vector<MemoryUse> uses;
-  written_storages_.clear();
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].has_grad()) slots_[i].fingerprints[kGrad] = {};  // left by a refused step
-    if (slots_[i].fingerprints[kParam].numel < 0) continue;         // never had a gradient
-    for (int list = 0; list < kSlotTensors; ++list) {
-      const at::Tensor& tensor = slots_[i].tensor(list);
-      if (!tensor.defined()) continue;
-      const bool written = list != kGrad || slots_[i].writes_grad;
-      uses.push_back({&tensor, written, list, static_cast<int64_t>(i)});
-      if (written) written_storages_.insert(storage_of(tensor)->data());
-    }
-  }
-  check_no_overlap(checks_.operation, uses, [&](const MemoryUse& use) {
-    return checks_.name_of(slots_[use.index], use.list);
-  });
-  memory_is_checked_ = true;
-}
-
-// True if a gradient that a step only reads may share memory with a tensor that the step writes.
-// Usually a gradient is the only tensor in its storage, so that no lookup is needed.
-bool ParamTable::reaches_written_memory(const at::Tensor& grad) const {
-  if (!is_plain(grad)) return false;  // check_grad will throw
-  const at::DataPtr& data = storage_of(grad)->data_ptr();
-  // Memory of other libraries may be reached by more than this storage.
-  const bool is_of_torch = data.get_context() == data.get();
-  if (is_of_torch && grad.storage().use_count() == 1) return false;
-  return !is_of_torch || written_storages_.count(data.get()) != 0;
 }
 
 bool ParamTable::gradients_are_as_seen() const {

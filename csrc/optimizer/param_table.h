@@ -9,7 +9,6 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -103,8 +102,7 @@ class AMP_EXT_API ParamTable {
   const std::string& operation() const { return checks_.operation; }
 
   // Checks all tensors that a step of `slots` would use, and brings these slots up to date. Throws
-  // if memory is shared, or if a gradient still carries an earlier loss scale, unless that is
-  // allowed. Tensors that are not set are left out of the search for shared memory.
+  // if a gradient still carries an earlier loss scale, unless that is allowed.
   void check_for_step(Slots slots, const GroupTable& table, bool allows_scaled_grads);
 
   // True if every gradient is the one that the last scan has read, and was not written since.
@@ -142,18 +140,12 @@ class AMP_EXT_API ParamTable {
   // Updates all slots whose parameters share the storage of `slot`, a lazy clone (copy-on-write)
   // that has just got memory of its own.
   void update_slots_of_storage(const ParamSlot& slot);
-  // Throws if tensors share memory that a step writes, and lists the storages that it writes.
-  void check_memory();
-  // True if a gradient may share memory with a tensor that steps write.
-  bool reaches_written_memory(const at::Tensor& grad) const;
 
   ParamSlotChecks checks_;
   std::vector<optim::StateSpec> specs_;  // [groups], as registered
   std::vector<ParamSlot> slots_;
   bool has_dtensors_ = false;
   bool is_partitioned_ = false;
-  bool memory_is_checked_ = false;
-  std::unordered_set<const void*> written_storages_;  // data pointers of storages that steps write
   std::unordered_map<const void*, Remembered> remembered_;  // of dropped slots, by Param::object
 };
 

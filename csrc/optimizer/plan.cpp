@@ -77,7 +77,6 @@ void Plan::drop_slots() {
   params_.drop_slots();
   must_forget_ = false;
   scans_.reset();
-  last_step_.forget_sample();
   scratch_ = {};
 }
 
@@ -134,7 +133,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
     launch_step(batches, table, scratch_, outcome, chunks);
     outputs_.finish(unfinished);
     params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.empty());
-    last_step_.remember(params_);
+    last_step_.remember();
   } catch (...) {
     set_failure(outcome.text());
     throw;

@@ -33,16 +33,11 @@ struct ReleaseOfPython : GradientRelease {
 namespace {
 
 // The states of the parameter that a hook steps. keep() is the last Python code before the step.
-class StatesOfHook : public HookStore {
+class StatesOfHook : public StateStore {
  public:
   StatesOfHook(ReleaseOfPython& mine, int64_t index, const py::object& owner,
                const py::object& optimizer, const py::object& states, py::handle param)
-      : mine_(mine),
-        index_(index),
-        owner_(owner),
-        optimizer_(optimizer),
-        states_(states),
-        param_(param) {}
+      : mine_(mine), index_(index), owner_(owner), states_(states), param_(param) {}
 
   std::vector<ParamState> make(const std::vector<int64_t>&) override {
     const py::tuple found = owner_.attr("_init_state")(index_);
@@ -58,16 +53,10 @@ class StatesOfHook : public HookStore {
     without_gil_.emplace();
   }
 
-  void warn_of_write(size_t) override {
-    constexpr int kCallerOfHook = 1;
-    const std::string operation = py::cast<std::string>(owner_.attr("_name"));
-    warn_of_uncounted_write(operation, optimizer_, index_, kCallerOfHook);
-  }
-
  private:
   ReleaseOfPython& mine_;
   const int64_t index_;
-  const py::object &owner_, &optimizer_, &states_;
+  const py::object &owner_, &states_;
   const py::handle param_;
   py::set keys_;
   py::object made_;

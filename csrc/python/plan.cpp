@@ -63,14 +63,6 @@ std::vector<ParamTable::Param> params_in(const std::vector<ParamRow>& rows) {
   return params;
 }
 
-void warn_of_uncounted_write(const std::string& operation, const py::object& optimizer,
-                             int64_t index, int level) {
-  const py::object name = py::module_::import("amp_ext.nonfinite").attr("name_of_param");
-  const std::string text =
-      warning_of_write(operation, py::cast<std::string>(name(optimizer, index)));
-  if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), level) != 0) throw py::error_already_set();
-}
-
 namespace {
 
 // An operation of a Python optimizer, which passes parameters and shards to its plan. `is_current`
@@ -236,10 +228,6 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   if (norms.comes_from(NormSource::kAllRanks)) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
-  // Warns before the step writes anything.
-  constexpr int kCallerOfStep = 7;
-  if (const auto index = mine.last_step().find_uncounted_write(mine.params()))
-    warn_of_uncounted_write(mine.params().operation(), optimizer, *index, kCallerOfStep);
   py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
   std::optional<ChunksOfPython> order;  // destroyed after the store, which acquires the GIL
   if (!chunks.is_none()) order.emplace(chunks);

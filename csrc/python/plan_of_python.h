@@ -85,11 +85,6 @@ std::vector<ParamTable::Param> params_in(const std::vector<ParamRow>& rows);
 // may hold references to them. Everything that may run Python code comes before the first write.
 void put_states(const py::object& states, const py::dict& made);
 
-// Warns about a write that LastStep has found, to the caller of a function that is `level` frames
-// away. May throw, because a warning filter may raise an exception.
-void warn_of_uncounted_write(const std::string& operation, const py::object& optimizer,
-                             int64_t index, int level);
-
 // Converts the result of init_states(), and adds the keys of the states to `keys`.
 std::vector<ParamState> states_of_step(const py::object& initialized, py::set& keys);
 

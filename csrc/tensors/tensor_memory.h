@@ -1,4 +1,4 @@
-// Checks of the memory behind tensors: dtype, layout, changes, and whether tensors share it.
+// Checks of the memory behind tensors: dtype, layout and changes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,6 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +45,10 @@ std::string layout_and_device_of(const at::Tensor& tensor);
 // Throws unless a tensor is plain and its storage holds all of its elements.
 void check_is_plain(const std::string& operation, const std::string& name,
                     const at::Tensor& tensor);
+
+// Throws if elements of a tensor that is written share memory, as those of an expanded tensor.
+void check_can_be_written(const std::string& operation, const std::string& name,
+                          const at::Tensor& tensor);
 
 // True if the storage of a plain tensor holds all of its elements. A resized storage may not.
 bool has_all_elements(const at::Tensor& tensor);
@@ -163,18 +166,5 @@ struct Fingerprint {
            sizes == other.sizes;
   }
 };
-
-// A tensor to check for overlaps: the one at `index` in the list with number `list`.
-struct MemoryUse {
-  const at::Tensor* tensor;
-  bool written;
-  int list;
-  int64_t index;
-};
-
-// Throws if a written tensor shares an element with another tensor or with itself. Interleaved
-// views are fine. `name` returns a tensor's name for errors: "exp_avgs[3]".
-void check_no_overlap(const std::string& operation, const std::vector<MemoryUse>& uses,
-                      const std::function<std::string(const MemoryUse&)>& name);
 
 }  // namespace amp_ext

@@ -132,20 +132,9 @@ BAD_OPTIONS: dict[str, Change] = {
 }
 OTHER_DICTS: dict[str, Change] = {
     "state_dict must have 'param_groups', got ['state']": lambda _: {"state": {}},
-    f"{NO_STATE} ['model', 'optimizer']; load its entry 'optimizer' instead": (
+    f"{NO_STATE} ['model', 'optimizer']": (
         lambda saved: {"model": {"weight": torch.ones(2)}, "optimizer": saved}
     ),
-    f"{NO_STATE} ['first', 'second']; load its entry 'first' or 'second' instead": (
-        lambda saved: {"first": saved, "second": saved}
-    ),
-    **{
-        f"{NO_STATE} ['mine', '{masters}']; load its entry 'mine' instead; the masters in "
-        f"'{masters}' are not read, but taken from the parameters: load the model first": (
-            lambda saved, masters=masters: {"mine": saved, masters: [[torch.ones(2)]]}
-        )
-        # Of apex, its contributions, and Megatron.
-        for masters in ("fp32_from_fp16", "fp32_groups", "fp32_from_fp16_params")
-    },
     f"{NO_STATE} {[*'abcdefgh', '...']}": lambda _: dict.fromkeys("abcdefghi", torch.ones(2)),
 }
 BAD_FILES: dict[str, Change] = {
@@ -443,11 +432,6 @@ RUNTIME_ERRORS: list[Row] = [
         "SGD does not support sparse gradients: grad of group 0, param 0 must be Strided, got "
         "Sparse",
         optimizer("SGD", ("gradient", "sparse"), STEP),
-    ),
-    (
-        "SGD: grad of group 0, param 0 is written and must not share memory with param of group "
-        "0, param 0",
-        optimizer("SGD", ("gradient", "parameter"), STEP, write_back_grads=True),
     ),
     (
         "GradScaler: the gradient of group 0, param 0 appeared after unscale_() and may still be "

@@ -184,23 +184,12 @@ def test_a_bad_tensor_is_named_and_nothing_is_written(operation, bad, text) -> N
 
 
 ITSELF = "is written and must not overlap itself"
-OTHER = r"is written and must not share memory with grads\[[01]\]"
-WHOLE = torch.ones(10)
 
 
-@pytest.mark.parametrize(
-    ("grads", "text"),
-    rows(
-        {
-            "expanded": ([WHOLE, torch.ones(1).expand(5)], rf"\[1\] {ITSELF}"),
-            "twice": ([WHOLE, WHOLE], rf"\[[01]\] {OTHER}"),
-            "interleaved": ([WHOLE[::2], WHOLE[2:5]], rf"\[[01]\] {OTHER}"),
-        }
-    ),
-)
 @cases.each_writing
-def test_gradients_that_share_memory_are_named_and_nothing_is_written(operation, grads, text):
-    with pytest.raises(RuntimeError, match=f"^{operation.name}: grads{text}"):
+def test_an_expanded_gradient_is_named_and_nothing_is_written(operation):
+    grads = [torch.ones(10), torch.ones(1).expand(5)]
+    with pytest.raises(RuntimeError, match=rf"^{operation.name}: grads\[1\] {ITSELF}"):
         operation.run(grads)
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -101,20 +100,6 @@ def test_a_list_that_is_too_short_is_named(operation, options):
         lists = some_lists(operation, options)
         lists[name].pop()
         words = f"{name} must have 3 tensors, one for each of params, got 2"
-        assert_step_refused(operation, lists, words, **options)
-
-
-@cases.few_steps_and_updates
-def test_tensors_that_share_memory_are_named(operation, options):
-    lists = some_lists(operation, options)
-    in_float = named(lists, "buffers master_params")
-    pairs = [*itertools.combinations_with_replacement(in_float, 2), ("params", "params")]
-    pairs += [("steps", "steps")] if "steps" in lists else []
-    for name, other in pairs:
-        lists = some_lists(operation, options)
-        lists[name][1] = lists[other][0]
-        one = rf"({name}|{other})\[[01]\]"
-        words = f"{one} is written and must not share memory with {one}"
         assert_step_refused(operation, lists, words, **options)
 
 
@@ -256,7 +241,10 @@ WRONG_CODES = [
             (second("exponents", lambda t: t.repeat(2)), r"exponents\[1\] .* 2 elements, got 4"),
             (second("exponents", Tensor.char), f"{NOT_BYTES} Char"),
             (second("exponents", lambda t: t.repeat_interleave(2)[::2]), f"{NOT_BYTES} Byte"),
-            (second("exponents", lambda t: t[:1].expand(2)), f"{NOT_BYTES} Byte"),
+            (
+                second("exponents", lambda t: t[:1].expand(2)),
+                r"exponents\[1\] is written and must not",
+            ),
             (second("exponents", lambda t: t.to("meta")), r"exponents\[1\] .* on cpu, got meta"),
             (second("exponents", Tensor.to_sparse), r"exponents\[1\] must be .*[sS]parse"),
             (lambda lists: lists.pop("exponents"), r"exponents\[0\] must be of 2 elements, got 0"),
@@ -272,16 +260,6 @@ def test_codes_that_do_not_fit_are_named(operation, code, change, words):
     lists, options = coded_lists(operation, code)
     change(lists)
     assert_step_refused(operation, lists, words, **options)
-
-
-@pytest.mark.parametrize(("operation", "code"), BLOCKS)
-def test_exponents_that_share_memory_are_named(operation, code):
-    for other in coded_lists(operation, code)[0].keys() - {"grads"}:
-        lists, options = coded_lists(operation, code)
-        lists["exponents"][1] = lists[other][0].view(-1).view(torch.uint8)[:2]
-        one = rf"(exponents\[1\]|{other}\[0\])"
-        words = f"{one} is written and must not share memory with {one}"
-        assert_step_refused(operation, lists, words, **options)
 
 
 @coded_steps

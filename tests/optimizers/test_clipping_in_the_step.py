@@ -278,19 +278,3 @@ def test_only_a_write_back_moves_the_version_of_gradients(transposed, write_back
     after = [grad._version for grad in grads_of(optimizer)]
     assert [new > old for new, old in zip(after, versions, strict=True)] == [write_back] * 2
     assert all(map(same_bits, grads_of(optimizer), before)) != write_back
-
-
-def test_gradients_that_share_memory_cannot_be_written_back():
-    optimizer, _ = pair("SGD", {}, shapes=[(5,), (5,)], write_back_grads=True)
-    first, second = params_of(optimizer)
-    bucket, where = torch.ones(9), "grad of group 0, param [01] .*"
-    for shared, words in ((bucket[4:], f"{where}share memory"), (first.detach(), "share memory")):
-        first.grad, second.grad = bucket[:5], shared
-        with pytest.raises(RuntimeError, match=words):
-            optimizer.step()
-    bucket = torch.ones(10)
-    first.grad, second.grad = bucket[:5], bucket[5:]
-    optimizer.step()
-    optimizer.param_groups[0]["write_back_grads"] = False
-    first.grad = second.grad = bucket[5:]
-    optimizer.step()

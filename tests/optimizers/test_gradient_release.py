@@ -586,17 +586,6 @@ def test_writes_to_a_16_bit_parameter_reach_its_master() -> None:
     assert_same_bits(sides[0][0], sides[1][0])
 
 
-def test_a_write_that_no_version_counts_is_warned_of() -> None:
-    param = nn.Parameter(torch.ones(64, dtype=BF16))
-    optimizer = AdamW([param], lr=0.01)
-    release_gradients(optimizer)
-    give(None, [param], [torch.ones_like(param)])
-    optimizer.step()
-    param.data.fill_(2.0)
-    with pytest.warns(UserWarning, match="parameter group 0, param 0 was written in a way"):
-        give(None, [param], [torch.ones_like(param)])
-
-
 def test_step_hooks_and_schedulers_see_one_step_an_iteration() -> None:
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.1)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
-import warnings
-from typing import Any
 
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.edge_shapes import BF16, F16, F32, INF, NAN
+from harness.edge_shapes import BF16, F16, F32
 from harness.optimizer_cases import (
     HALVES,
     make_params,
@@ -96,128 +93,6 @@ def test_changed_weights_reach_the_master_at_the_next_step(device, dtype, name, 
         del optimizer.found_inf
     still_step(optimizer)
     assert_refreshed(optimizer, before, changed)
-
-
-# A few elements of one parameter a step are compared with its master, on the CPU.
-
-
-UNCOUNTED = (
-    r"^%s\.step: parameter 1\.bias was written in a way that torch does not count, such as through "
-    r"\.data\. The step goes on from its float32 master and undoes the write\. Write it in place "
-    r"without \.data, or call refresh_masters\(\) after the write\.$"
-)
-
-
-def clamp_through_data(params: list[Parameter]) -> None:
-    """Clamps as Wasserstein GANs do."""
-    for param in params:
-        param.data.clamp_(-0.01, 0.01)
-
-
-def write_through_numpy(params: list[Parameter]) -> None:
-    params[0].detach().view(torch.int16).numpy()[:] = 0
-
-
-def train_with_warnings(optimizer: cases.Optimizer, change: Any, steps: int = 12) -> list[str]:
-    """Changes parameters before each of some steps; returns the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            change(params_of(optimizer)[-1:])
-            train([optimizer])
-    return [str(warning.message) for warning in caught]
-
-
-def named_optimizer(name: str, dtype: torch.dtype, **options: Any) -> cases.Optimizer:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.Linear(5, 3)).to(dtype)
-    optimizer = ours(name)(model.named_parameters(), **options)
-    with torch.no_grad():
-        params_of(optimizer)[-1].add_(1.0)
-    return optimizer
-
-
-@pytest.mark.parametrize("change", [write_through_data, clamp_through_data, write_through_numpy])
-@cases.each_class
-@HALVES
-def test_a_write_that_a_step_undoes_is_warned_of_once_by_name(dtype, name, options, change):
-    optimizer = trained(named_optimizer(name, dtype, **options))
-    (text,) = train_with_warnings(optimizer, change)
-    assert re.match(UNCOUNTED % type(optimizer).__name__, text)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert train_with_warnings(optimizer, change) == []
-
-
-def test_a_filter_of_warnings_that_raises_leaves_a_step_that_can_be_taken_again():
-    optimizer = trained(named_optimizer("AdamW", F16))
-    before: list[list[Tensor]] = []
-
-    def train_until_it_raises() -> None:
-        warnings.simplefilter("error")
-        for _ in range(12):
-            write_through_data(params_of(optimizer)[-1:])
-            before[:] = snapshot(params_of(optimizer)), masters_of(optimizer)
-            train([optimizer])
-
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="that torch does not count"):
-        train_until_it_raises()
-    for left, right in zip(before, (params_of(optimizer), masters_of(optimizer)), strict=True):
-        assert all(map(same_bits, left, right))
-    assert train_with_warnings(optimizer, write_through_data) == []
-
-
-@torch.no_grad()
-def write_masters(optimizer: cases.Optimizer) -> None:
-    for state in optimizer.state.values():
-        state["master_param"].mul_(2.0)
-
-
-def replace_masters(optimizer: cases.Optimizer) -> None:
-    for state in optimizer.state.values():
-        state["master_param"] = state["master_param"] * 2.0
-
-
-def refresh(optimizer: cases.Optimizer) -> None:
-    write_through_data(params_of(optimizer))
-    optimizer.refresh_masters()
-
-
-def write_special_numbers(optimizer: cases.Optimizer) -> None:
-    """Numbers that round to no finite one, or are not equal to themselves."""
-    with torch.no_grad():
-        for param, value in zip(params_of(optimizer), (INF, NAN, 1e-7, -0.0), strict=True):
-            param.fill_(value)
-
-
-def replace_data(optimizer: cases.Optimizer) -> None:
-    for param in params_of(optimizer):
-        param.data = param.data * 0.5
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda optimizer: clamp(params_of(optimizer)),
-        lambda optimizer: add_in_place(params_of(optimizer)),
-        write_masters,
-        replace_masters,
-        refresh,
-        write_special_numbers,
-        replace_data,
-        lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-        lambda optimizer: None,
-    ],
-)
-@HALVES
-def test_what_a_step_does_not_undo_is_not_warned_of(dtype, change):
-    optimizer = trained(named_optimizer("AdamW", dtype))
-    assert train_with_warnings(optimizer, lambda _: change(optimizer)) == []
-
-
-@pytest.mark.parametrize("options", [{"master_weights": "split"}, {"master_weights": False}])
-def test_a_parameter_without_a_float32_master_may_be_written_anyhow(options):
-    optimizer = trained(named_optimizer("AdamW", BF16, **options))
-    assert train_with_warnings(optimizer, write_through_data) == []
 
 
 # The operation.

@@ -10,7 +10,6 @@ MODELLED = {
     "a gradient that is added between `unscale_` and `step`",
     "`optimizer.step()` after `scaler.step(optimizer)`",
     "`scaler.step` raises, or is interrupted, in a fused optimizer",
-    "a gradient that overlaps its parameter",
     "an overflow while gradients are released",
     "`differentiable=True`, sparse or complex gradients",
     "states and scaler tensors created in `torch.inference_mode()`",

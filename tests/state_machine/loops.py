@@ -53,7 +53,6 @@ SITUATIONS = {
     "interrupts",
     "hooks that write gradients",
     "groups as tuples",
-    "overlapping gradients",
     "views of one buffer",
     "delegates",
     "clipped float64 gradients",
@@ -457,31 +456,6 @@ class Loops(RuleBasedStateMachine):
         for (_, pair), param in zip(sides, before, strict=True):
             assert_exact(pair.mine, param, "a parameter after a step that was refused")
         self.did("lost_option")
-
-    @precondition(lambda self: "overlapping gradients" not in self.without)
-    @rule(which=number, numbered=number)
-    def overlapping_grad(self, which: int, numbered: int) -> None:
-        """A gradient lies over a part of its parameter."""
-        sides = self.sides(which)
-        sides.remove_release()
-        group, pair = sides.pair(numbered)
-        mine, grad = pair.mine.detach(), pair.mine.grad
-        is_fit = mine.storage_offset() > 0 and mine.numel() > 1 and mine.is_contiguous()
-        if not is_fit or group["write_back_grads"]:
-            return
-        others = [(other.mine, other.mine.grad) for _, other in sides.with_grads()]
-        for other, _ in others:
-            other.grad = None
-        before = mine.clone()
-        pair.mine.grad = mine.as_strided(mine.size(), mine.stride(), mine.storage_offset() - 1)
-        self.differs("a gradient that overlaps its parameter")
-        error = error_of(sides.handle.step)
-        assert isinstance(error, RuntimeError), f"{error!r} of an overlapping gradient"
-        assert_exact(mine, before, "a parameter whose gradient overlaps it")
-        pair.mine.grad = grad
-        for other, was in others:
-            other.grad = was
-        self.did("overlapping_grad")
 
     # The scale.
 

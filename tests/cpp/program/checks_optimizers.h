@@ -180,20 +180,4 @@ AMP_EXT_CHECK(training_goes_on_from_what_was_made_in_inference_mode) {
   CHECK_THAT(scaler.get_scale() == 512.0);
 }
 
-// Warnings.
-
-AMP_EXT_CHECK(a_write_that_a_step_undoes_is_warned_of_once) {
-  torch::Tensor param = parameter({1.0}).detach().to(torch::kBFloat16).requires_grad_();
-  AdamW optimizer({param});
-  int warnings = 0;
-  for (int i = 0; i < 8; ++i) {
-    const LastWarning warning;
-    step_with_ones(optimizer);
-    warnings += contains(warning.text(), "AdamW.step: parameter group 0, param 0 was written in a");
-    CHECK_THAT(i != 0 || warnings == 0);
-    param.data().fill_(3.0);
-  }
-  CHECK_THAT(warnings == 1);
-}
-
 }  // namespace checks
