@@ -78,19 +78,11 @@ void ParamSlot::see_grad() {
   seen_grad_is_scaled = false;
 }
 
-bool ParamSlot::leave_lazy_clone(int list) {
-  const at::Tensor& tensor = this->tensor(list);
-  if (!tensor.defined() || !is_lazily_cloned(tensor)) return false;
-  const void* const shared = storage_of(tensor)->data();
-  const void* const own = tensor.storage().mutable_data();
-  if (fingerprints[list].storage == shared) fingerprints[list].storage = own;
-  return true;
-}
-
 bool ParamSlot::take_fingerprint(int list) {
   const at::Tensor& tensor = this->tensor(list);
   if (!tensor.defined()) return false;
-  Fingerprint fingerprint = Fingerprint::of(tensor);
+  const bool is_written = list != kGrad || writes_grad;
+  Fingerprint fingerprint = Fingerprint::of(tensor, is_written);
   if (list == kParam) fingerprint.take_sizes(tensor);
   if (fingerprint == fingerprints[list]) return false;
   fingerprints[list] = fingerprint;

@@ -121,9 +121,6 @@ struct ParamSlot {
   BufferFormat format(int buffer) const;  // derived from the buffer's dtype
   bool has_codes() const;                 // whether args has a quantized buffer
 
-  // Gives the tensor its own memory if a lazy clone (copy-on-write) shares it, and then returns
-  // true.
-  bool leave_lazy_clone(int list);
   // Updates the fingerprint of a tensor. Returns true if the fingerprint has changed.
   bool take_fingerprint(int list);
   // Puts a new gradient into args and returns true, unless it needs a conversion or a dense copy.

@@ -150,33 +150,18 @@ void ParamTable::check_slot(ParamSlot& slot, const GroupTable& table) {
   if (slot.writes_grad != writes_grad) slot.fingerprints[kGrad] = {};  // forces new checks
   slot.writes_grad = writes_grad;
   if (!slot.kernel.has_value()) slot.kernel = kernel_of(slot, table);
-  const bool grad_was_shared = slot.writes_grad && slot.leave_lazy_clone(kGrad);
-  if (slot.take_fingerprint(kGrad) || grad_was_shared) {
-    slot.grad_is_current = false;
-  }
+  if (slot.take_fingerprint(kGrad)) slot.grad_is_current = false;
   for (int list = 0; list < kSlotTensors; ++list) {
     if (list == kGrad) continue;
-    const bool was_shared = slot.leave_lazy_clone(list);
-    const bool has_moved = slot.take_fingerprint(list);
-    if (list == kParam && was_shared) update_slots_of_storage(slot);
-    if (!was_shared && !has_moved) continue;
+    if (!slot.take_fingerprint(list)) continue;
     slot.args_are_current = false;
     // param_of_master alone would not notice another view of the same storage.
-    if (list == kParam && has_moved) slot.param_of_master.reset();
+    if (list == kParam) slot.param_of_master.reset();
   }
   if (slot.args_are_current && (slot.grad_is_current || slot.take_new_grad())) return;
   slot.args_are_current = false;
   checks_.check_grad(slot);
   checks_.check_tensors(slot);
-}
-
-// Updates other views of a parameter after leave_lazy_clone() has given their storage new memory.
-void ParamTable::update_slots_of_storage(const ParamSlot& slot) {
-  for (ParamSlot& other : slots_) {
-    if (storage_of(other.param()) != storage_of(slot.param())) continue;
-    other.fingerprints[kParam].storage = slot.fingerprints[kParam].storage;
-    other.args_are_current = false;
-  }
 }
 
 bool ParamTable::gradients_are_as_seen() const {

@@ -137,9 +137,6 @@ class AMP_EXT_API ParamTable {
   std::unordered_map<const void*, Remembered> remembered() const;
   OptimizerKernel kernel_of(const ParamSlot& slot, const GroupTable& table) const;
   void check_slot(ParamSlot& slot, const GroupTable& table);
-  // Updates all slots whose parameters share the storage of `slot`, a lazy clone (copy-on-write)
-  // that has just got memory of its own.
-  void update_slots_of_storage(const ParamSlot& slot);
 
   ParamSlotChecks checks_;
   std::vector<optim::StateSpec> specs_;  // [groups], as registered

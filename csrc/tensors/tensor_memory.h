@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/COWDeleter.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
@@ -55,12 +54,6 @@ bool has_all_elements(const at::Tensor& tensor);
 
 inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-// True if the tensor still shares memory with its lazy clone (copy-on-write) or with its original.
-inline bool is_lazily_cloned(const at::Tensor& tensor) {
-  const c10::StorageImpl* storage = storage_of(tensor);
-  return storage != nullptr && storage->data_ptr().get_deleter() == &c10::impl::cow::cow_deleter;
 }
 
 // Throws unless a tensor is one element of this dtype on this device, so that kernels can use it.
@@ -133,7 +126,7 @@ struct OutsideInferenceMode {
 };
 
 // Fingerprint of a plain tensor's memory and layout. Each step computes it for every tensor, so it
-// reads only the tensor and its storage and calls nothing.
+// reads only the tensor and its storage.
 struct Fingerprint {
   const void* storage = nullptr;
   int64_t offset = 0;
@@ -143,10 +136,13 @@ struct Fingerprint {
   bool contiguous = false;
   uint64_t sizes = 0;  // hash of the sizes; 0 without take_sizes
 
-  static Fingerprint of(const at::Tensor& tensor) {
+  // A tensor that is written, and whose memory a lazy clone shares, gets memory of its own.
+  static Fingerprint of(const at::Tensor& tensor, bool is_written) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    const c10::StorageImpl* storage = storage_of(tensor);
-    return {storage != nullptr ? storage->data() : nullptr,
+    c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+    return {storage == nullptr ? nullptr
+            : is_written       ? storage->mutable_data()
+                               : storage->data(),
             impl.storage_offset(),
             impl.numel(),
             impl.key_set().raw_repr(),
