@@ -124,10 +124,8 @@ class GradientRelease:  # hooks that step the parameters of one optimizer during
         grad_scale: Tensor | None,
     ) -> None: ...
     # Returns for each device the number of skipped parameters and the index of the first nonfinite
-    # gradient, and of all the sum of squares and that of each parameter.
-    def collect(
-        self, plan: Plan
-    ) -> tuple[list[Tensor], list[Tensor], Tensor | None, Tensor | None]: ...
+    # gradient.
+    def collect(self, plan: Plan) -> tuple[list[Tensor], list[Tensor]]: ...
     def complete(self, plan: Plan) -> None: ...
     def give_up(self, plan: Plan) -> str: ...  # returns the warning about it, or ""
     def forget(self, plan: Plan) -> None: ...
@@ -139,7 +137,6 @@ class GradientRelease:  # hooks that step the parameters of one optimizer during
 
 class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
-    grad_norms: Tensor | None  # [params] float32, norm of each gradient at the last step
     step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
     failure: str  # how many parameters the last failed step updated; empty if no step failed
     note_of_failure: str  # `failure`, and how to go on
@@ -167,10 +164,8 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     def check_not_swapped_in(self, operation: str) -> None: ...
     def track_step_applied(self) -> None: ...
     def set_guard(self, guard: NormStatistics | None) -> None: ...
-    tracks_grad_norms: bool
-    # Returns (whether a step needs the norm of all gradients, whether it needs the norm of each
-    # one).
-    def wants_norms(self, max_grad_norm: float | None) -> tuple[bool, bool]: ...
+    # Returns whether a step needs the norm of all gradients.
+    def needs_norm(self, max_grad_norm: float | None) -> bool: ...
     # Each of `rows` is (group, index in the group, parameter, partition, offset of the local
     # shard's first element in the unsharded parameter). The partition is None without sharding.
     def register_params(
@@ -183,7 +178,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     # NEEDS_GLOBAL_NORM.
     def scan(
         self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
-    ) -> list[tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]] | PlanAnswer: ...
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | PlanAnswer: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | PlanAnswer: ...
     def step(
         self,
@@ -193,10 +188,9 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
-        squares_of_params: Tensor | None,
         chunks: Any = None,
     ) -> PlanAnswer: ...
-    # Returns found_inf, sum_of_squares and squares_of_params for a step of another plan.
+    # Returns found_inf and sum_of_squares for a step of another plan.
     def prepare_copied_step(
         self,
         step_plan: Any,
@@ -204,8 +198,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
-        squares_of_params: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None] | PlanAnswer: ...
+    ) -> tuple[Tensor | None, Tensor | None] | PlanAnswer: ...
     def remember_copied_step(
         self, step_plan: Any, optimizer: Any, had_scale: bool
     ) -> PlanAnswer: ...

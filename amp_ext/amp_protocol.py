@@ -49,9 +49,6 @@ class GradScan:
         sum_of_squares: One float64, the sum of squares of all scaled gradients over all ranks. None
             if no norm is needed, or if no other rank contributes: without sharded parameters and
             without a process group of a norm guard.
-        squares_of_params: float64 of shape ``[parameters]``, the sum of squares of each gradient,
-            NaN for a parameter without a gradient. None if these norms are not needed, or if no
-            parameter is sharded.
         counts_tensors: True if each flag is the number of parameters that were skipped, each for
             its own gradient, because the gradients were released.
     """
@@ -59,7 +56,6 @@ class GradScan:
     found_infs: Mapping[torch.device, Tensor]
     first_nonfinites: Mapping[torch.device, Tensor]
     sum_of_squares: Tensor | None = None
-    squares_of_params: Tensor | None = None
     counts_tensors: bool = False
 
 

@@ -199,9 +199,7 @@ class ShardedOver:
         sums: Iterable[tuple[int, Tensor]] = (),
         *,
         sums_squares: bool = False,
-        squares_of_params: Iterable[tuple[int, Tensor]] = (),
-        params: int = 0,
-    ) -> tuple[dict[torch.device, Tensor], Tensor, Tensor | None]:
+    ) -> tuple[dict[torch.device, Tensor], Tensor]:
         """Reduces flags and sums of squares over all ranks, in one collective for each group.
 
         Args:
@@ -209,19 +207,11 @@ class ShardedOver:
             findings: Flags of this scan, one number for each device of this rank. May be empty.
             sums: Pairs of a partition and its sum of squares, one float64 each. May be empty.
             sums_squares: True if the result needs ``sums``. Must be the same on all ranks.
-            squares_of_params: Pairs of a partition and a float64 of shape ``[params]``, the sum of
-                squares of each gradient, NaN where this rank has none. May be empty.
-            params: Number of parameters if the result needs ``squares_of_params``, otherwise 0.
-                Must be the same on all ranks.
 
         Returns:
-            A tuple of three; the second and third are on the mesh's device:
-
-            * A dict from each device of ``findings`` (from the device of ``found_inf`` if
-              ``findings`` is empty) to one float32, 1 if any rank has found inf or NaN.
-            * One float64, the sum of squares over all partitions.
-            * A float64 of shape ``[params]``, the sum of squares of each gradient, NaN if no rank
-              has the gradient; None if ``params`` is 0.
+            A dict from each device of ``findings`` (from the device of ``found_inf`` if
+            ``findings`` is empty) to one float32, 1 if any rank has found inf or NaN. And one
+            float64 on the mesh's device, the sum of squares over all partitions.
 
         Raises:
             RuntimeError: If a collective fails, for example because a rank has died.
@@ -232,32 +222,43 @@ class ShardedOver:
             values[0] = values[0] + to_device(flag.reshape(()), zero.device)
         for index, sum_of_squares in sums if sums_squares else ():
             values[1 + index] = values[1 + index] + to_device(sum_of_squares, zero.device)
-        # Two rows for each partition: the squares, and the number of ranks with a gradient.
-        squares = [zero.new_zeros(2, params) for _ in self._partitions] if params else []
-        for index, local in squares_of_params:
-            here = to_device(local, zero.device)
-            has_grad = ~here.isnan()
-            both = [here.where(has_grad, 0.0), has_grad.to(zero)]
-            squares[index] = squares[index] + torch.stack(both)
         for name, group in self._groups.items():
             members = [index for names, index in self._partitions.items() if name in names]
             chosen = [0, *(1 + index for index in members if sums_squares)]
-            parts = [values[index].reshape(1) for index in chosen]
-            parts += [squares[index].reshape(-1) for index in members if params]
-            packed = torch.cat(parts)
+            packed = torch.stack([values[index] for index in chosen])
             _all_reduce(packed, torch.distributed.ReduceOp.SUM, group)
-            reduced = packed.split([part.numel() for part in parts])
-            for index, value in zip(chosen, reduced[: len(chosen)], strict=True):
-                values[index] = value.reshape(())
-            for index, value in zip(members if params else (), reduced[len(chosen) :], strict=True):
-                squares[index] = value.reshape(2, params)
+            for index, value in zip(chosen, packed.unbind(), strict=True):
+                values[index] = value
         everywhere = values[0].clamp(max=1.0).float()
         devices = [flag.device for flag in findings] or [found_inf.device]
         flags = {device: to_device(everywhere, device) for device in devices}
-        if not params:
-            return flags, sum(values[1:], zero), None
-        of_params, ranks = sum(squares, zero.new_zeros(2, params))
-        return flags, sum(values[1:], zero), of_params.where(ranks != 0, math.nan)
+        return flags, sum(values[1:], zero)
+
+    @torch.no_grad()
+    def norms_of_whole(self, params: Iterable[Tensor], norms: Tensor) -> Tensor:
+        """Returns the norm of each whole gradient, in one collective for each group.
+
+        Args:
+            params: All parameters of the optimizer, which have been added.
+            norms: Norms of this rank's gradients and shards of gradients, float32 of shape
+                ``[params]``, NaN where this rank has none.
+
+        Raises:
+            RuntimeError: If a collective fails, for example because a rank has died.
+        """
+        names_of = list(self._partitions)
+        partitions = [names_of[self.add(param, "")] for param in params]
+        # Two rows: the squares, and the number of shards with a gradient.
+        squares, is_absent = norms.double().square(), norms.isnan()
+        found = torch.stack([squares.where(~is_absent, 0.0), (~is_absent).double()])
+        found = found.to(self._device)
+        for name, group in self._groups.items():
+            members = [row for row, names in enumerate(partitions) if name in names]
+            shards = found[:, members]
+            _all_reduce(shards, torch.distributed.ReduceOp.SUM, group)
+            found[:, members] = shards
+        squares, shards = found.to(norms.device).unbind()
+        return squares.sqrt().where(shards != 0, math.nan).float()
 
 
 def local_grads(optimizer: Any, operation: str) -> tuple[list[Tensor | None], ShardedOver]:

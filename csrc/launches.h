@@ -139,9 +139,6 @@ struct GradScanLaunch {
   int64_t* first_nonfinite;  // [1], lowered to the index of the first such gradient; or null
   double* sum_of_squares;    // [1], the sum is added to it; null: not computed
   bool skip_nonfinite;       // leave elements that are inf or NaN out of the sum
-  // [tensors], receives the sum of squares of each gradient, at index KernelTensorArgs::group; inf
-  // if not finite. May be null; requires sum_of_squares.
-  double* squares_of_tensors = nullptr;
 };
 
 // Reports of a scaler on the device, and their mirrors in host memory. If `report` is null, the

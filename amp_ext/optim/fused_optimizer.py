@@ -27,13 +27,14 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, names_of_params, params_of
 from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state_dict
+from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import check_defaults, check_group, check_unique, defaults_of
 from amp_ext.optim.state_store import PlacedParam, check_flattened, fp32_master, init_states
 from amp_ext.optim.step_hooks import has_step_pre_hooks, with_step_hooks
 from amp_ext.optim.step_plan import StepPlan
 from amp_ext.saved_dicts import check_is_dict
-from amp_ext.sharding import local_tensor
+from amp_ext.sharding import local_grads, local_tensor
 
 if TYPE_CHECKING:
     from amp_ext.optim.gradient_release import GradientRelease
@@ -443,7 +444,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         guard = plan.norm_guard
         if guard is not None:
             guard.warn_if_blind()  # before any write, because a warning may be raised as an error
-        sums: tuple[Tensor | None, Tensor | None] = None, None
+        sum_of_squares: Tensor | None = None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
             written = has_hooks and self._call_plan("step", plan.compiled.gradients_were_written)
@@ -456,19 +457,30 @@ class FusedOptimizer(torch.optim.Optimizer):
                 amp_context.scan = self._scan(found_inf, grad_scale)
                 if amp_context.scan.found_infs:
                     found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
-            sums = amp_context.scan.sum_of_squares, amp_context.scan.squares_of_params
-        if guard is not None and plan.guard_lacks_sum(sums[0]):
-            sums = self._sums_over_ranks(grad_scale)
+            sum_of_squares = amp_context.scan.sum_of_squares
+        if guard is not None and plan.guard_lacks_sum(sum_of_squares):
+            sum_of_squares = self._sum_over_ranks(grad_scale)
+        # The gradients are read before the step, which may write them.
+        norms = self._grad_norms(grad_scale) if plan.tracks_grad_norms else None
         # The compiled step marks the context as used before it writes.
         arguments = amp_context, grad_scale, found_inf
         if self.offload is not None:
             assert not isinstance(found_inf, int)
-            self.offload.step(amp_context, grad_scale, found_inf, *sums)
-            return
-        answer = self._call_plan("step", plan.compiled.step, *arguments, *sums)
-        if answer is plan.needs_global_norm:
-            sums = self._sums_over_ranks(grad_scale)
-            self._call_plan("step", plan.compiled.step, *arguments, *sums)
+            self.offload.step(amp_context, grad_scale, found_inf, sum_of_squares)
+        else:
+            answer = self._call_plan("step", plan.compiled.step, *arguments, sum_of_squares)
+            if answer is plan.needs_global_norm:
+                sum_of_squares = self._sum_over_ranks(grad_scale)
+                self._call_plan("step", plan.compiled.step, *arguments, sum_of_squares)
+        plan.grad_norms = norms
+
+    def _grad_norms(self, grad_scale: Tensor | None) -> Tensor | None:
+        """Returns the norm of each gradient; None if the optimizer has no parameters."""
+        grads, sharded_over = local_grads(self, f"{type(self).__name__}.step")
+        if not grads:
+            return None
+        norms = norms_of_grads(grads, grad_scale, self._first_device())
+        return sharded_over.norms_of_whole(params_of(self), norms) if sharded_over else norms
 
     def _call_plan(self, operation: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a method of the compiled plan with the groups and states as they are now.
@@ -588,10 +600,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         found = self._call_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
         return self._plan.over_all_ranks(self, found, found_inf, grad_scale)
 
-    def _sums_over_ranks(self, grad_scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Scans the gradients, if no scaler did, and returns sums of squares over all ranks."""
-        scan = self._scan(torch.zeros((), device=self._first_device()), grad_scale)
-        return scan.sum_of_squares, scan.squares_of_params
+    def _sum_over_ranks(self, grad_scale: Tensor | None) -> Tensor | None:
+        """Scans the gradients, if no scaler did, and returns the sum of squares over all ranks."""
+        return self._scan(torch.zeros((), device=self._first_device()), grad_scale).sum_of_squares
 
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank without parameters."""
@@ -622,29 +633,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         Later steps overwrite the tensor, so clone it to keep the value. None without
         ``max_grad_norm``, unless norms are tracked or there is a guard.
         """
-        return self._report("grad_norm")
+        grad_norm, norms = self._report("grad_norm"), self._plan.grad_norms
+        if grad_norm is None and norms is not None:
+            grad_norm = norms.double().square().nansum().sqrt().float()
+        return grad_norm
 
     @property
     def grad_norms(self) -> Tensor | None:
         """Norms of the unscaled gradients of all parameters at the last step.
 
         float32 of shape ``[parameters]`` in the order of the groups, on the device of the first
-        parameter; later steps overwrite it. NaN for a parameter without a gradient, inf for a norm
-        that was not finite. None unless norms are tracked.
+        parameter. NaN for a parameter without a gradient, inf for a norm that is not finite in
+        float32. None unless norms are tracked.
         """
-        return self._report("grad_norms")
+        return self._plan.grad_norms
 
     @property
     def track_grad_norms(self) -> bool:
-        """Whether every step keeps the norm of each gradient.
-
-        The norms cost a pass over the gradients, unless something else scans them anyway.
+        """Whether every step keeps the norm of each gradient, which takes a pass over them.
 
         Raises:
             TypeError: If set to anything but a bool.
-            RuntimeError: If set during a step, by another thread.
         """
-        return self._plan.compiled.tracks_grad_norms
+        return self._plan.tracks_grad_norms
 
     @track_grad_norms.setter
     def track_grad_norms(self, tracks: bool) -> None:
@@ -652,7 +663,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"{type(self).__name__}: track_grad_norms must be a bool, got {tracks!r}"
             )
-        self._plan.compiled.tracks_grad_norms = tracks
+        self._plan.tracks_grad_norms = tracks
 
     @property
     def norm_guard(self) -> NormGuard | None:

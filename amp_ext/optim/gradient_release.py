@@ -17,6 +17,7 @@ from amp_ext import ops
 from amp_ext.amp_protocol import AmpStepContext, GradScan, takes_released_gradients
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.optim.state_store import Local, PlacedParam, States, init_states
 from amp_ext.optim.step_plan import place_params
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
@@ -118,6 +119,7 @@ class GradientRelease:
         self._known: tuple[Any, ...] = ()  # inputs of the list of parameters below
         self._params: list[PlacedParam] = []
         self._hooks: dict[int, Any] = {}  # handles, by the id of the parameter
+        self._norms: dict[int, Tensor] = {}  # of gradients of this iteration, in the same way
         self._check_scaler_ranks()
         if optimizer.offload is not None:
             optimizer.offload.synchronize()
@@ -179,6 +181,9 @@ class GradientRelease:
         if optimizer is None:
             return
         offload, plan = optimizer.offload, optimizer._plan.compiled
+        if optimizer.track_grad_norms and param.grad is not None:
+            scale = None if self._scaler is None else self._scaler._scale
+            self._norms[id(param)] = norms_of_grads([param.grad], scale, param.grad.device)[0]
         if offload is None:
             self._compiled.on_gradient(plan, self, optimizer, param)
             return
@@ -261,10 +266,10 @@ class GradientRelease:
                 self._hook(param)
                 self._on_gradient(param)
         self._end_backward()
-        flags, firsts, total, squares = self._compiled.collect(self._stepped()._plan.compiled)
+        flags, firsts = self._compiled.collect(self._stepped()._plan.compiled)
         found_infs = {flag.device: flag for flag in flags}
         first_nonfinites = {first.device: first for first in firsts}
-        return GradScan(found_infs, first_nonfinites, total, squares, counts_tensors=True)
+        return GradScan(found_infs, first_nonfinites, counts_tensors=True)
 
     def step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
         """Completes the iteration in ``optimizer.step()``: norms, reports, and late gradients."""
@@ -277,14 +282,29 @@ class GradientRelease:
         if offload is not None and isinstance(found_inf, Tensor):
             scale, found_inf = offload.read([scale, found_inf])
         plan = stepped._plan.compiled
-        sums = scan.sum_of_squares, scan.squares_of_params
-        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, *sums)
+        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, None)
         self._compiled.complete(plan)
         if offload is not None:
             offload.complete_backward()
+        self._report_norms()
+
+    def _report_norms(self) -> None:
+        """Stores the norms that the hooks have found as those of the step."""
+        optimizer, found = self._owner, self._norms
+        self._norms = {}
+        params = params_of(optimizer) if optimizer.track_grad_norms else []
+        norms = [found.get(id(param)) for param in params]
+        for norm in norms:
+            if norm is not None and norm.is_cuda:  # a hook may have run on another stream
+                norm.record_stream(torch.cuda.current_stream(norm.device))
+        # The norm of a norm is the norm itself.
+        optimizer._plan.grad_norms = (
+            norms_of_grads(norms, None, params[0].device) if norms else None
+        )
 
     def give_up(self) -> None:
         """Ends an iteration whose batch is given up, and warns if parameters were stepped."""
+        self._norms = {}
         self._end_backward(is_given_up=True)
         warning = self._compiled.give_up(self._stepped()._plan.compiled)
         if warning:

@@ -241,7 +241,6 @@ class OffloadedStates:
             inner._plan.reset("")
         compiled, guard = inner._plan.compiled, optimizer.norm_guard
         compiled.set_guard(None if guard is None else guard.statistics)
-        compiled.tracks_grad_norms = optimizer.track_grad_norms
         compiled.track_step_applied()
 
     def _allocate_hosts(self, optimizer: FusedOptimizer) -> None:
@@ -345,7 +344,6 @@ class OffloadedStates:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
-        squares_of_params: Tensor | None,
     ) -> None:
         """Updates all parameters that have a gradient; see ``FusedOptimizer.step``."""
         thread = threading.get_ident()
@@ -357,7 +355,7 @@ class OffloadedStates:
                     "was inside a call of it. Let one thread at a time use it, for example with a "
                     "lock."
                 )
-            self._step(amp_context, grad_scale, found_inf, sum_of_squares, squares_of_params)
+            self._step(amp_context, grad_scale, found_inf, sum_of_squares)
         finally:
             if self._users.get("step") == thread:
                 del self._users["step"]
@@ -445,9 +443,9 @@ class OffloadedStates:
         return self._ring
 
     def report(self) -> None:
-        """Copies the norms of the step to the device."""
+        """Copies the results of the step to the device."""
         device = self._transport.device
-        for name in ("grad_norm", "grad_norms", "step_applied"):
+        for name in ("grad_norm", "step_applied"):
             found = getattr(self.inner._plan.compiled, name)
             if found is None:
                 self.reports.pop(name, None)
@@ -567,7 +565,7 @@ class OffloadedStates:
         self.raise_error()
 
     def complete_backward(self) -> None:
-        """Completes an iteration: registers what was stepped, and copies the norms up."""
+        """Completes an iteration: registers what was stepped, and copies the results up."""
         optimizer = self._owner
         optimizer._call_plan("step", optimizer._plan.compiled.remember_copied_step, False)
         self.report()

@@ -87,6 +87,10 @@ class StepPlan:
         self.needs_global_norm = ops.PlanAnswer.NEEDS_GLOBAL_NORM
         #: The guard of the optimizer; the compiled plan has its statistics.
         self.norm_guard: NormGuard | None = None
+        #: Whether each step computes the norm of every single gradient, and the norms of the last
+        #: step, one float32 for each of :attr:`params`, or None.
+        self.tracks_grad_norms = False
+        self.grad_norms: Tensor | None = None
         self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
@@ -99,6 +103,7 @@ class StepPlan:
         """
         failure = self.compiled.failure if failure is None else failure
         self.compiled = ops.Plan(self._name, self._description, self.compiled, failure)
+        self.grad_norms = None
         self._set(ShardedOver(), [], [])
 
     def _set(
@@ -113,8 +118,9 @@ class StepPlan:
         self._dtensors = dtensors  # tuples: index in the plan, parameter, name in errors
 
     def forget(self) -> None:
-        """Drops all parameters and states."""
+        """Drops all parameters and states, and the norms of their gradients."""
         self.compiled.forget()
+        self.grad_norms = None
         self._set(ShardedOver(), [], [])
 
     def register_params(
@@ -173,8 +179,7 @@ class StepPlan:
         Args:
             optimizer: The optimizer of the plan.
             found: A tuple for each device and partition: the flag, the index of the first nonfinite
-                gradient, the index of the partition, the sum of squares, and the sums of squares of
-                each parameter or None.
+                gradient, the index of the partition, and the sum of squares or None.
             found_inf: The flag before the scan; None stands for 0.
             grad_scale: The scale that the gradients carry, or None.
         """
@@ -189,26 +194,19 @@ class StepPlan:
                 "parameters is already shared. Set norm_guard.process_group = None."
             )
         sum_of_squares: Tensor | None = None
-        squares_of_params: Tensor | None = None
         device = optimizer._first_device()
         if not self.sharded_over:
             sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-            for _, _, _, total, _ in found:
+            for _, _, _, total in found:
                 sum_of_squares = sum_of_squares + to_device(total, device)
         else:
             max_grad_norm = optimizer.param_groups[0]["max_grad_norm"]
-            sums_squares, wants_each = self.compiled.wants_norms(max_grad_norm)
-            flags, sum_of_squares, squares_of_params = self.sharded_over.all_reduce(
+            sums_squares = self.compiled.needs_norm(max_grad_norm)
+            flags, sum_of_squares = self.sharded_over.all_reduce(
                 torch.zeros((), device=device) if found_inf is None else found_inf,
                 [flag for flag, *_ in found],
-                [(partition, total) for _, _, partition, total, _ in found],
+                [(partition, total) for _, _, partition, total in found],
                 sums_squares=sums_squares,
-                squares_of_params=[
-                    (partition, squares)
-                    for _, _, partition, _, squares in found
-                    if squares is not None
-                ],
-                params=len(self.params) if wants_each else 0,
             )
             if not sums_squares:
                 sum_of_squares = None
@@ -217,7 +215,7 @@ class StepPlan:
             # sum, and multiplies the result by the square of its own scale.
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
-        return GradScan(flags, first_nonfinites, sum_of_squares, squares_of_params)
+        return GradScan(flags, first_nonfinites, sum_of_squares)
 
     # The compiled plan calls the methods below.
 

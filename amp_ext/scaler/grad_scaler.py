@@ -568,7 +568,7 @@ def _scan(
         state["iteration"], grads, found_inf, inv_scale, allow_fp16
     )
     if flags is not None and sharded_over:
-        flags, _, _ = sharded_over.all_reduce(found_inf, flags.values())
+        flags, _ = sharded_over.all_reduce(found_inf, flags.values())
     return flags
 
 

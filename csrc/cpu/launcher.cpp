@@ -2,7 +2,6 @@
 #include "cpu/launcher.h"
 
 #include <atomic>
-#include <numeric>
 
 #include "element.h"
 
@@ -57,11 +56,6 @@ void Launcher::scan(const GradScanLaunch& launch) const {
   });
   // Add in the order of the tiles, so that the result does not depend on the number of threads.
   for (const double sum : sums) *launch.sum_of_squares += sum;
-  for (int64_t i = 0; launch.squares_of_tensors != nullptr && i < launch.count; ++i) {
-    const double sum = std::accumulate(sums.begin() + tiles.tiles_before(i),
-                                       sums.begin() + tiles.tiles_before(i + 1), 0.0);
-    launch.squares_of_tensors[launch.all_args[i].group] = squares_of_tensor(sum);
-  }
   if (first != kNoTensor || StepDecision::read({launch.grad_scale}).skip) {
     *launch.found_inf = 1.0f;
   }

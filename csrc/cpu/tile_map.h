@@ -38,8 +38,6 @@ class TileMap {
 
   int64_t total_cost() const { return starts_.back(); }
   int64_t number_of_tiles() const { return first_tiles_.back(); }
-  // Returns the number of tiles of the tensors before tensor `index`.
-  int64_t tiles_before(int64_t index) const { return first_tiles_[index]; }
 
   // Calls visit(tile) for each tile that starts in [begin, end).
   template <typename Visit>

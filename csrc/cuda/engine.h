@@ -26,8 +26,6 @@ int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
 struct SumScratch {
   double* tile_sums = nullptr;        // [number_of_tiles()]
   uint32_t* block_counter = nullptr;  // [1], the counter of step()
-  // [count], one per tensor, zero before and after a scan; null if sums per tensor are not needed.
-  uint32_t* tensor_counters = nullptr;
 };
 
 // Returns the number of tiles of all gradients together.

@@ -44,15 +44,14 @@ struct GradientTile {
   using Shape = ShapeOfKernel;
 
   Storage* grad;
-  int32_t tensor;  // index of the tensor in the table
-  int32_t index;   // index by which the tensor is reported
+  int32_t index;  // index by which the tensor is reported
   int64_t begin;
   int64_t end;
 
   template <typename Table>
   __device__ explicit GradientTile(const Table& table) {
     const auto tile = static_cast<int32_t>(blockIdx.x);
-    tensor = table.tensor_of(tile);
+    const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
     index = table.group[tensor];
     begin = table.begin_of(tile, tensor);
@@ -123,7 +122,6 @@ struct GradScanArguments {
   const float* grad_scale;
   GradScanOutputs outputs;
   double* sum_of_squares;
-  double* squares_of_tensors;
   SumScratch scratch;
   bool skip_nonfinite;
 };
@@ -162,29 +160,6 @@ __device__ double sum_of_tiles(const double* sums, int64_t count) {
   return block_sum<Shape>(total);
 }
 
-// Lets the last block of a tensor that arrives write the sum of the tensor's squares.
-template <typename Shape, typename Table, typename Tile>
-__device__ void sum_tensor(const GradScanArguments<Table>& arguments, const Tile& tile) {
-  const Table& table = arguments.table;
-  if (blockIdx.x == 0) {  // tensors without elements have no block
-    for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
-      if (table.numel[i] == 0) arguments.squares_of_tensors[table.group[i]] = 0.0;
-    }
-  }
-  const int64_t tiles = table.tiles_of(tile.tensor);
-  if (tiles == 0) return;  // all tensors of the launch are empty
-  bool is_last = false;
-  if (threadIdx.x == 0) {
-    const auto last = static_cast<unsigned>(tiles - 1);
-    is_last = atomicInc(arguments.scratch.tensor_counters + tile.tensor, last) == last;
-  }
-  if (!__syncthreads_or(is_last)) return;
-  __threadfence();
-  const double* const sums = arguments.scratch.tile_sums + table.first_tile[tile.tensor];
-  const double sum = sum_of_tiles<Shape>(sums, tiles);
-  if (threadIdx.x == 0) arguments.squares_of_tensors[tile.index] = squares_of_tensor(sum);
-}
-
 template <typename Storage, typename Table, typename Shape, bool kSumSquares>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     scan_kernel(const GradScanArguments<Table> __grid_constant__ arguments) {
@@ -215,7 +190,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       scratch.tile_sums[blockIdx.x] = sum;
       __threadfence();
     }
-    if (arguments.squares_of_tensors != nullptr) sum_tensor<Shape>(arguments, tile);
     bool is_last = false;
     if (threadIdx.x == 0) {
       is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
@@ -314,7 +288,6 @@ int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
   arguments.grad_scale = launch_of_all.grad_scale;
   arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
   arguments.sum_of_squares = launch_of_all.sum_of_squares;
-  arguments.squares_of_tensors = launch_of_all.squares_of_tensors;
   arguments.scratch = scratch;
   arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
   const auto kernel = launch_of_all.sum_of_squares != nullptr

@@ -91,13 +91,8 @@ class CudaEngine : public DeviceEngine {
       // order.
       const int64_t tiles = cuda::number_of_tiles(launch.all_args, launch.count);
       const at::Tensor tile_sums = at::empty({tiles}, at::TensorOptions(device).dtype(at::kDouble));
-      cuda::SumScratch sums{tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)};
-      at::Tensor counters;
-      if (launch.squares_of_tensors != nullptr) {
-        counters = at::zeros({launch.count}, at::TensorOptions(device).dtype(at::kInt));
-        sums.tensor_counters = reinterpret_cast<uint32_t*>(counters.mutable_data_ptr<int32_t>());
-      }
-      return cuda::scan(launch, sums, stream);
+      return cuda::scan(
+          launch, {tile_sums.mutable_data_ptr<double>(), scratch.block_counter(device)}, stream);
     });
   }
 

@@ -4,17 +4,9 @@
 // algorithm 1. As in torch.nn.utils.clip_grad_norm_, adding 1e-6 avoids a division by 0.
 #pragma once
 
-#include <limits>
-
 #include "elements/numeric.h"
 
 namespace amp_ext {
-
-// Returns the sum of squares of one tensor for a report: inf instead of NaN, because NaN stands for
-// a tensor without a gradient.
-AMP_EXT_INLINE double squares_of_tensor(double sum) {
-  return is_finite(sum) ? sum : std::numeric_limits<double>::infinity();
-}
 
 // Returns the factor that clips `total_norm` to `max_norm`: at most 1, NaN if the norm is NaN.
 template <typename T>

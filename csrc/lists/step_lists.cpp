@@ -46,12 +46,13 @@ void step_once(ParamTable& params, GroupTable& table, GradientOptions options) {
   const at::NoGradGuard no_grad;
   check_options(params.operation(), table, options);
   params.check_for_step(params.slots(), table, /*allows_scaled_grads=*/true);
-  const StepNorms norms =
-      norms_of_step({options.max_grad_norm}, {options.sum_of_squares.has_value()}, {}, false);
+  const NormSource norm = source_of_norm(options.max_grad_norm.has_value(),
+                                         options.sum_of_squares.has_value(), false, false);
   StepScratch scratch;
-  GradScans().take(params, options, norms, scratch);
-  const std::vector<StepBatch> batches = prepare_step(
-      params.checks(), params.slots(), table, {std::move(options), norms.reads_total}, scratch);
+  GradScans().take(params, options, norm, scratch);
+  const std::vector<StepBatch> batches =
+      prepare_step(params.checks(), params.slots(), table,
+                   {std::move(options), norm != NormSource::kNone}, scratch);
   StepOutcome outcome;
   try {
     launch_step(batches, table, scratch, outcome);

@@ -15,19 +15,6 @@
 
 namespace amp_ext {
 
-StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
-                        const KnownSums& scanned, bool is_partitioned) {
-  const auto source = [&](bool is_wanted, bool KnownSums::* sum) {
-    if (!is_wanted) return NormSource::kNone;
-    if (given.*sum) return NormSource::kGiven;
-    if (is_partitioned) return NormSource::kAllRanks;
-    return scanned.*sum ? NormSource::kLastScan : NormSource::kNewScan;
-  };
-  const bool reads_total = settings.max_grad_norm.has_value() || settings.is_guarded;
-  return {reads_total, source(reads_total || settings.tracks_grad_norms, &KnownSums::total),
-          source(settings.tracks_grad_norms, &KnownSums::each)};
-}
-
 namespace {
 
 // Returns the scan of the device and partition of a slot; adds one if there is none yet.
@@ -40,17 +27,14 @@ GradScan& scan_of(std::vector<GradScan>& scans, const ParamTable& params, const 
   }
   GradScan& scan = scans.emplace_back();
   const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
-  const auto float64 = float32.dtype(at::kDouble);
   scan.result.partition = slot.partition;
   scan.result.found_inf = inputs.found_inf.has_value()
                               ? inputs.found_inf->to(device, at::kFloat,
                                                      /*non_blocking=*/!device.is_cpu(),
                                                      /*copy=*/true)
                               : at::zeros({}, float32);
-  if (inputs.norms.wants_total()) scan.result.sum_of_squares = at::zeros({}, float64);
-  if (inputs.norms.wants_each()) {
-    const auto size = static_cast<int64_t>(params.slots().size());
-    scan.result.squares_of_params = at::full({size}, std::nan(""), float64);
+  if (inputs.sums_squares) {
+    scan.result.sum_of_squares = at::zeros({}, float32.dtype(at::kDouble));
   }
   scan.all_args.reserve(params.slots().size());
   return scan;
@@ -95,10 +79,10 @@ void launch_scan(GradScan& scan, const GradScanInputs& inputs, StepScratch& scra
   int64_t* const first_nonfinite = result.first_nonfinite.defined()
                                        ? result.first_nonfinite.mutable_data_ptr<int64_t>()
                                        : nullptr;
-  const GradScanLaunch launch{scan.all_args.data(),  static_cast<int64_t>(scan.all_args.size()),
-                              float_data(scale),     result.found_inf.mutable_data_ptr<float>(),
-                              first_nonfinite,       double_data(result.sum_of_squares),
-                              inputs.skip_nonfinite, double_data(result.squares_of_params)};
+  const GradScanLaunch launch{scan.all_args.data(), static_cast<int64_t>(scan.all_args.size()),
+                              float_data(scale),    result.found_inf.mutable_data_ptr<float>(),
+                              first_nonfinite,      double_data(result.sum_of_squares),
+                              inputs.skip_nonfinite};
   engine_of(device).scan(device, launch, scratch);
   scan.all_args.clear();
   scan.contiguous_copies.clear();
@@ -120,17 +104,6 @@ std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& i
   std::vector<GradScan> scans = prepare_scans(params, inputs);
   for (GradScan& scan : scans) launch_scan(scan, inputs, scratch);
   return scans;
-}
-
-at::Tensor squares_of_all(const std::vector<GradScan>& scans, const at::Tensor& known) {
-  at::Tensor squares = known;
-  for (const GradScan& scan : scans) {
-    const at::Tensor& found = scan.result.squares_of_params;
-    squares = squares.defined()
-                  ? at::where(squares.isnan(), to_device(found, squares.device()), squares)
-                  : found;
-  }
-  return squares;
 }
 
 std::vector<GradScanResult> GradScans::scan(ParamTable& params, const GradScanInputs& inputs,
@@ -158,10 +131,8 @@ at::Tensor GradScans::first_nonfinite_on(const at::Device& device) {
   return first_nonfinites_.back();
 }
 
-KnownSums GradScans::sums() const {
-  if (scans_.empty()) return {};
-  const GradScanResult& last = scans_.front().result;
-  return {last.sum_of_squares.defined(), last.squares_of_params.defined()};
+bool GradScans::has_sums() const {
+  return !scans_.empty() && scans_.front().result.sum_of_squares.defined();
 }
 
 // Columns: what the step needs; a norm is "given" if the caller passed its sum of squares. Rows:
@@ -172,17 +143,20 @@ KnownSums GradScans::sums() const {
 //   without sums of squares   no        no          no            yes
 //   with sums of squares      no        no          no            no
 //   a gradient changed since  no        yes         yes           yes
-std::vector<GradScan> GradScans::take(ParamTable& params, GradientOptions& options,
-                                      const StepNorms& norms, StepScratch& scratch) {
+std::vector<GradScan> GradScans::take(ParamTable& params, GradientOptions& options, NormSource norm,
+                                      StepScratch& scratch) {
+  const bool needs_norm = norm != NormSource::kNone;
   std::vector<GradScan> scans;
   std::swap(scans, scans_);
   const bool is_out_of_date = !scans.empty() && !params.gradients_are_as_seen();
-  const bool are_new = is_out_of_date ? norms.wants_total() || options.found_inf.has_value()
-                                      : norms.comes_from(NormSource::kNewScan) ||
-                                            norms.comes_from(NormSource::kAllRanks);
+  const bool are_new = is_out_of_date
+                           ? needs_norm || options.found_inf.has_value()
+                           : norm == NormSource::kNewScan || norm == NormSource::kAllRanks;
   if (is_out_of_date) scans.clear();
-  if (are_new) scans = scan_gradients(params, {{}, {}, options.skip_nonfinite, norms}, scratch);
-  const bool adds_squares = norms.wants_total() && !options.sum_of_squares.has_value();
+  if (are_new) {
+    scans = scan_gradients(params, {{}, {}, options.skip_nonfinite, needs_norm}, scratch);
+  }
+  const bool adds_squares = needs_norm && !options.sum_of_squares.has_value();
   for (const GradScan& scan : scans) {
     const at::Device device = scans.front().result.found_inf.device();
     if (adds_squares) {

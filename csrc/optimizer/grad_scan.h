@@ -20,9 +20,6 @@ struct GradScanResult {
   at::Tensor found_inf;        // one float32; not 0 if a gradient contains inf or NaN
   at::Tensor first_nonfinite;  // one int64, index of the first such parameter, or kNoTensor
   at::Tensor sum_of_squares;   // one float64; undefined if no norm is needed
-  // Sum of squares of each gradient, [params] float64; NaN for parameters whose gradients this scan
-  // did not read. Undefined unless norms of single gradients are tracked.
-  at::Tensor squares_of_params;
   int64_t partition = 0;
 };
 
@@ -33,54 +30,35 @@ struct GradScan {
   std::vector<at::Tensor> contiguous_copies;  // copies of gradients with gaps in memory
 };
 
-// The source of the sums of squares from which a step computes a norm. A given sum comes first,
-// then kAllRanks if parameters are sharded, then the last scan, then a new scan.
+// The source of the sum of squares from which a step computes the norm of all gradients. A given
+// sum comes first, then kAllRanks if parameters are sharded, then the last scan, then a new scan.
 enum class NormSource {
-  kNone,      // the norm is not wanted
-  kGiven,     // the caller has them from a scaler, or has added them up over the ranks
+  kNone,      // the step needs no norm
+  kGiven,     // the caller has the sum from a scaler, or has added it up over the ranks
   kLastScan,  // the last scan of the gradients
   kNewScan,   // a scan by the step itself
   // The sums must be added up over the ranks first, because no rank has all gradients. The caller
-  // then passes them.
+  // then passes the total.
   kAllRanks,
 };
 
-// The settings of an optimizer that decide which norms a step wants.
-struct NormSettings {
-  std::optional<double> max_grad_norm;
-  bool is_guarded;         // a guard judges the norm of all gradients
-  bool tracks_grad_norms;  // every step reports the norm of each gradient and of all together
-};
-
-// The sums of squares that exist before a step: that of all gradients, and that of each one.
-struct KnownSums {
-  bool total;
-  bool each;
-};
-
-// The norms that a step wants.
-struct StepNorms {
-  bool reads_total;  // the step clips by the norm of all gradients, or a guard judges it
-  NormSource total;  // the norm of all gradients, which the step reads or only reports
-  NormSource each;   // the norm of each gradient, which the step reports
-
-  bool wants_total() const { return total != NormSource::kNone; }
-  bool wants_each() const { return each != NormSource::kNone; }
-  bool comes_from(NormSource source) const { return total == source || each == source; }
-};
-
-// Decides which norms a step wants and where their sums come from, for every caller. The arguments
-// are the sums that the caller gives, those of the last scan, and whether parameters are sharded
-// such that no rank has all gradients.
-StepNorms norms_of_step(const NormSettings& settings, const KnownSums& given,
-                        const KnownSums& scanned, bool is_partitioned);
+// Decides where the sum of squares of a step comes from, for every caller. The arguments are
+// whether the step needs the norm, whether the caller gives the sum, whether the last scan has it,
+// and whether parameters are sharded such that no rank has all gradients.
+inline NormSource source_of_norm(bool is_needed, bool is_given, bool was_scanned,
+                                 bool is_partitioned) {
+  if (!is_needed) return NormSource::kNone;
+  if (is_given) return NormSource::kGiven;
+  if (is_partitioned) return NormSource::kAllRanks;
+  return was_scanned ? NormSource::kLastScan : NormSource::kNewScan;
+}
 
 // Inputs of a scan of the gradients.
 struct GradScanInputs {
   OptionalTensor found_inf;   // the flag before the scan; nullopt stands for 0
   OptionalTensor grad_scale;  // the scale that the gradients carry, if any
-  bool skip_nonfinite;        // leave elements that are inf or NaN out of the sums
-  StepNorms norms;            // norms that tell which sums to compute
+  bool skip_nonfinite;        // leave elements that are inf or NaN out of the sum
+  bool sums_squares;          // compute the sum of squares
 };
 
 // Scans the gradient of a table that has one parameter, with the scale and skip_nonfinite of
@@ -92,10 +70,6 @@ void scan_only_gradient(const ParamTable& params, int64_t index, const GradScanR
 // Scans all gradients of a table. The results have no first_nonfinite.
 std::vector<GradScan> scan_gradients(ParamTable& params, const GradScanInputs& inputs,
                                      StepScratch& scratch);
-
-// Returns the sums of squares of each gradient, from scans of several devices and from `known`, on
-// the device of the first. Undefined if there are neither.
-at::Tensor squares_of_all(const std::vector<GradScan>& scans, const at::Tensor& known);
 
 // The scans of an optimizer's gradients. The next step uses their results if no gradient changes.
 class AMP_EXT_API GradScans {
@@ -109,15 +83,15 @@ class AMP_EXT_API GradScans {
                                    StepScratch& scratch);
 
   // Returns the scans that a step uses, and forgets them. These are the scans of scan(). If they
-  // lack sums that the step wants, or a gradient has changed since, the gradients are scanned
+  // lack a sum that the step needs, or a gradient has changed since, the gradients are scanned
   // again, or there are no scans if the step needs none. Puts the sum of squares into the options,
   // unless it is given. The flags of new scans are added to the found_inf of the options, if there
   // is one.
-  std::vector<GradScan> take(ParamTable& params, GradientOptions& options, const StepNorms& norms,
+  std::vector<GradScan> take(ParamTable& params, GradientOptions& options, NormSource norm,
                              StepScratch& scratch);
 
-  // Returns which sums the last scan has.
-  KnownSums sums() const;
+  // True if the last scan has summed the squares.
+  bool has_sums() const;
 
   // Forgets the last scan. reset() also drops the tensors of first_nonfinite.
   void forget() { scans_.clear(); }

@@ -4,7 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/nansum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
@@ -95,8 +94,6 @@ void GradientRelease::begin(ReleaseOptions options, const Plan& owner) {
   check_options(options, owner);
   options_ = std::move(options);
   version_of_scale_ = version;
-  const bool tracks = owner.outputs().tracks_grad_norms();
-  if (std::exchange(tracks_grad_norms_, tracks) != tracks) results_.clear();
   for (Param& param : params_) param.is_stepped = false;
   stepped_ = 0;
   stage_ = Stage::kOpen;
@@ -160,14 +157,7 @@ GradScanResult GradientRelease::new_results(const at::Device& device) const {
   const OutsideInferenceMode normal;
   const auto count = static_cast<int64_t>(params_.size());
   const auto float32 = at::TensorOptions(device).dtype(at::kFloat);
-  const auto float64 = float32.dtype(at::kDouble);
-  GradScanResult results{at::zeros({count}, float32),
-                         at::full({}, kNoTensor, float32.dtype(at::kLong))};
-  if (tracks_grad_norms_) {
-    results.sum_of_squares = at::zeros({}, float64);
-    results.squares_of_params = at::full({count}, std::nan(""), float64);
-  }
-  return results;
+  return {at::zeros({count}, float32), at::full({}, kNoTensor, float32.dtype(at::kLong))};
 }
 
 // Returns what the hooks write on a device. Hooks may run on several streams, but a backward pass
@@ -199,15 +189,13 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
               "create_graph=True, or release.remove() first.");
   StepInputs inputs;
   inputs.gradients.skip_nonfinite = options_.clipping.skip_nonfinite;
-  if (options_.grad_scale.has_value() || tracks_grad_norms_) {
+  if (options_.grad_scale.has_value()) {
     GradScanResult here = results_on(slot.param().device());
     here.found_inf = here.found_inf.select(0, index);
-    if (options_.grad_scale.has_value()) {
-      inputs.gradients.grad_scale = options_.grad_scale;
-      inputs.gradients.found_inf = here.found_inf;
-    }
+    inputs.gradients.grad_scale = options_.grad_scale;
+    inputs.gradients.found_inf = here.found_inf;
     scan_only_gradient(param.table, index, here,
-                       {{}, options_.grad_scale, options_.clipping.skip_nonfinite, {}},
+                       {{}, options_.grad_scale, options_.clipping.skip_nonfinite, false},
                        param.scratch);
   }
   check_step(param.table, slot, options_.table, inputs.gradients, store);
@@ -232,16 +220,10 @@ GradientRelease::HookResults GradientRelease::collect(Plan& owner) {
   check_has_not_failed();
   const OutsideInferenceMode normal;
   HookResults found;
-  std::vector<GradScan> scans;
   for (GradScanResult& here : results_) {
     found.skipped.push_back(here.found_inf.sum());
     found.first_nonfinites.push_back(here.first_nonfinite);
-    const at::Device device = here.found_inf.device();
-    scans.push_back({std::exchange(here, new_results(device))});
-  }
-  if (tracks_grad_norms_ && !scans.empty()) {
-    found.squares_of_params = squares_of_all(scans, {});
-    found.sum_of_squares = found.squares_of_params.nansum();
+    here = new_results(here.found_inf.device());
   }
   skipped_ = found.skipped;
   stage_ = Stage::kCollected;

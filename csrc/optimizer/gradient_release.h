@@ -59,8 +59,6 @@ class AMP_EXT_API GradientRelease {
     // For each device, one float32: the number of parameters that were not updated.
     std::vector<at::Tensor> skipped;
     std::vector<at::Tensor> first_nonfinites;  // for each device, see GradScanResult
-    // Sums over all devices, see GradScanResult; undefined unless norms are tracked.
-    at::Tensor sum_of_squares, squares_of_params;
   };
 
   // The lock of one operation. Waits for other hooks and for other operations of the plan. Later
@@ -171,12 +169,10 @@ class AMP_EXT_API GradientRelease {
   std::mutex mutex_;
   std::deque<Param> params_;
   std::unordered_map<const void*, int64_t> indices_;
-  // Results that hooks write, one for each device. found_inf and squares_of_params have one element
-  // for each parameter. sum_of_squares means nothing, because hooks on several streams add to it.
+  // Results that hooks write, one for each device. found_inf has one element for each parameter.
   std::vector<GradScanResult> results_;
   ReleaseOptions options_;
   int64_t version_of_scale_ = 0;     // at the begin; each update of the scaler changes it
-  bool tracks_grad_norms_ = false;   // each hook computes the norm of its gradient
   std::vector<at::Tensor> skipped_;  // see HookResults
   Stage stage_ = Stage::kClosed;
   int64_t stepped_ = 0;

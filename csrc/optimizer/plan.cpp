@@ -62,12 +62,6 @@ void Plan::take_over(const Plan& before) {
   last_step_.take_over(before.last_step_);
 }
 
-void Plan::set_tracks_grad_norms(bool tracks) {
-  TORCH_CHECK(user_.load() == std::thread::id(), params_.operation(),
-              ": track_grad_norms was set during a step. Set it between steps.");
-  outputs_.set_tracks_grad_norms(tracks);
-}
-
 void Plan::forget() {
   must_forget_ = user_.load() != std::thread::id();
   if (!must_forget_) drop_slots();
@@ -91,30 +85,30 @@ std::string Plan::note_of_failure() const {
                   "; until then the optimizer refuses to step.");
 }
 
-StepNorms Plan::norms(const std::optional<double>& max_grad_norm, const KnownSums& given) const {
-  return norms_of_step({max_grad_norm, outputs_.guard() != nullptr, outputs_.tracks_grad_norms()},
-                       given, scans_.sums(), params_.is_partitioned());
+NormSource Plan::norm_source(const std::optional<double>& max_grad_norm, bool is_given) const {
+  return source_of_norm(needs_norm(max_grad_norm), is_given, scans_.has_sums(),
+                        params_.is_partitioned());
 }
 
 std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
                                        const optim::ClippingOptions& options) {
-  const StepNorms norms = this->norms(options.max_grad_norm);
-  return scans_.scan(params_, {found_inf, grad_scale, options.skip_nonfinite, norms}, scratch_);
+  return scans_.scan(
+      params_, {found_inf, grad_scale, options.skip_nonfinite, needs_norm(options.max_grad_norm)},
+      scratch_);
 }
 
 // Makes all checks and allocations before the first launch, because a launch can't be undone.
-void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
-                const at::Tensor& squares_of_params, StepChunks* chunks) {
+void Plan::step(GroupTable& table, GradientOptions options, StateStore& store, StepChunks* chunks) {
   const at::NoGradGuard no_grad;
   std::vector<ParamSlot>& slots = params_.slots();
-  const StepNorms norms = this->norms(
-      options.max_grad_norm, {options.sum_of_squares.has_value(), squares_of_params.defined()});
-  options.grad_norm = outputs_.allocate_norms(params_, norms);
+  const NormSource norm = norm_source(options.max_grad_norm, options.sum_of_squares.has_value());
+  const bool reads_norm = norm != NormSource::kNone;
+  options.grad_norm = outputs_.allocate_norm(params_, reads_norm);
   check_step(params_, slots, table, options, store);
-  const std::vector<GradScan> scans = scans_.take(params_, options, norms, scratch_);
+  const std::vector<GradScan> scans = scans_.take(params_, options, norm, scratch_);
   const bool had_scale = options.grad_scale.has_value();
-  const StepInputs inputs{std::move(options), norms.reads_total, outputs_.guard()};
+  const StepInputs inputs{std::move(options), reads_norm, outputs_.guard()};
   const size_t all = slots.size();
   const std::vector<size_t> ends = chunks == nullptr ? std::vector<size_t>{all} : chunks->ends;
   std::vector<StepBatch> batches;
@@ -126,8 +120,7 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
       batches.push_back(std::move(batch));
     }
   }
-  const StepOutputs::Unfinished unfinished =
-      outputs_.prepare(params_, norms, inputs, scans, squares_of_params, batches);
+  const StepOutputs::Unfinished unfinished = outputs_.prepare(params_, inputs, batches);
   StepOutcome outcome;
   try {
     launch_step(batches, table, scratch_, outcome, chunks);
@@ -140,11 +133,9 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store,
   }
 }
 
-Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, GradientOptions options,
-                                                 const at::Tensor& squares_of_params) {
+Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, GradientOptions options) {
   const at::NoGradGuard no_grad;
-  const StepNorms norms = this->norms(
-      options.max_grad_norm, {options.sum_of_squares.has_value(), squares_of_params.defined()});
+  const NormSource norm = norm_source(options.max_grad_norm, options.sum_of_squares.has_value());
   check_options(params_.operation(), table, options);
   const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
   for (const ParamSlot& slot : params_.slots()) {
@@ -152,9 +143,8 @@ Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, Gradie
     params_.checks().check_grad(slot);
     if (!is_of_scaler) params_.checks().check_carries_no_scale(slot);
   }
-  const std::vector<GradScan> scans = scans_.take(params_, options, norms, scratch_);
-  return {options.found_inf, options.sum_of_squares,
-          norms.wants_each() ? squares_of_all(scans, squares_of_params) : at::Tensor()};
+  scans_.take(params_, options, norm, scratch_);
+  return {options.found_inf, options.sum_of_squares};
 }
 
 void Plan::remember_copied_step(bool had_scale) {

@@ -68,8 +68,7 @@ class AMP_EXT_API Plan {
   explicit Plan(std::string optimizer, std::string failure = {});
 
   // Copies from an earlier plan of this optimizer which gradients still carry a loss scale, the
-  // guard, the tracking of norms and step_applied, and the number of steps, but no parameters or
-  // states.
+  // guard, the tracking of step_applied, and the number of steps, but no parameters or states.
   void take_over(const Plan& before);
 
   // Drops parameters and states; during an operation, when it ends. What the plan needs to
@@ -88,11 +87,12 @@ class AMP_EXT_API Plan {
   const LastStep& last_step() const { return last_step_; }
   LastStep& last_step() { return last_step_; }
 
-  // Sets whether each step computes the norm of every single gradient. Throws during an operation.
-  void set_tracks_grad_norms(bool tracks);
-
-  // Returns which norms a step wants and where their sums come from, if the caller gives these.
-  StepNorms norms(const std::optional<double>& max_grad_norm, const KnownSums& given = {}) const;
+  // True if a step needs the norm of all gradients.
+  bool needs_norm(const std::optional<double>& max_grad_norm) const {
+    return max_grad_norm.has_value() || outputs_.guard() != nullptr;
+  }
+  // Returns where the sum of squares of a step comes from.
+  NormSource norm_source(const std::optional<double>& max_grad_norm, bool is_given) const;
 
   // Scans all gradients for inf and NaN, and sums their squares if the next step needs a norm; with
   // `skip_nonfinite`, the squares of finite elements only. See GradScans::scan.
@@ -110,18 +110,16 @@ class AMP_EXT_API Plan {
   //
   // `chunks` may be null, which stands for one chunk.
   void step(GroupTable& table, GradientOptions options, StateStore& store,
-            const at::Tensor& squares_of_params = {}, StepChunks* chunks = nullptr);
+            StepChunks* chunks = nullptr);
 
   // The inputs of a step that depend on gradients, for a plan that steps copies of the parameters.
   struct CopiedStepInputs {
     OptionalTensor found_inf;
     OptionalTensor sum_of_squares;
-    at::Tensor squares_of_params;  // [params]; undefined unless norms are tracked
   };
   // Checks the gradients as step() does, and scans them if step() would. Then another plan can step
   // copies of the parameters, and remember_copied_step() completes the step here.
-  CopiedStepInputs prepare_copied_step(const GroupTable& table, GradientOptions options,
-                                       const at::Tensor& squares_of_params = {});
+  CopiedStepInputs prepare_copied_step(const GroupTable& table, GradientOptions options);
   // Remembers which gradients still carry the loss scale. `had_scale` is true if they had one.
   void remember_copied_step(bool had_scale);
 

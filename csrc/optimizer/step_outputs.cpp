@@ -12,21 +12,9 @@
 
 namespace amp_ext {
 
-namespace {
-
-// Returns the norm of the unscaled gradients, rounded as in the kernels.
-at::Tensor norm_of(const at::Tensor& sum_of_squares, const OptionalTensor& grad_scale) {
-  const at::Tensor norm = sum_of_squares.sqrt();
-  if (!grad_scale.has_value()) return norm;
-  return norm * to_device(inverse_of_scale(*grad_scale), norm.device()).to(norm.scalar_type());
-}
-
-}  // namespace
-
 void StepOutputs::take_over(const StepOutputs& before) {
   guard_ = before.guard_;
   retired_guards_ = before.retired_guards_;
-  tracks_grad_norms_ = before.tracks_grad_norms_;
   tracks_step_applied_ = before.tracks_step_applied_;
 }
 
@@ -37,27 +25,20 @@ void StepOutputs::set_guard(std::shared_ptr<NormStatistics> guard) {
   guard_ = std::move(guard);
 }
 
-OptionalTensor StepOutputs::allocate_norms(const ParamTable& params, const StepNorms& norms) {
+OptionalTensor StepOutputs::allocate_norm(const ParamTable& params, bool reads_norm) {
   if (params.slots().empty()) return {};
   const at::Device device = params.slots().front().param().device();
-  const auto allocate = [&](at::Tensor& norms, bool& are_of_last_step, at::IntArrayRef sizes) {
-    if (norms.defined() && norms.sizes() == sizes && norms.device() == device) return;
-    const OutsideInferenceMode normal;
-    are_of_last_step = false;
-    norms = at::zeros(sizes, at::TensorOptions(device).dtype(at::kFloat));
-  };
-  if (norms.wants_total()) allocate(grad_norm_, has_grad_norm_, {});
-  if (norms.wants_each()) {
-    allocate(grad_norms_, has_grad_norms_, {static_cast<int64_t>(params.slots().size())});
-  }
   if (guard_ != nullptr) guard_->move_to(device);
-  return norms.wants_total() ? OptionalTensor(grad_norm_) : std::nullopt;
+  if (!reads_norm) return {};
+  if (!grad_norm_.defined() || grad_norm_.device() != device) {
+    const OutsideInferenceMode normal;
+    has_grad_norm_ = false;
+    grad_norm_ = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  }
+  return grad_norm_;
 }
 
-StepOutputs::Unfinished StepOutputs::prepare(const ParamTable& params, const StepNorms& norms,
-                                             const StepInputs& inputs,
-                                             const std::vector<GradScan>& scans,
-                                             const at::Tensor& squares_of_params,
+StepOutputs::Unfinished StepOutputs::prepare(const ParamTable& params, const StepInputs& inputs,
                                              std::vector<StepBatch>& batches) {
   Unfinished unfinished;
   if (tracks_step_applied_ && !params.slots().empty()) {
@@ -77,12 +58,11 @@ StepOutputs::Unfinished StepOutputs::prepare(const ParamTable& params, const Ste
       unfinished.guard_inputs.emplace(device, inputs);
     }
   }
-  has_grad_norm_ = norms.wants_total() && grad_norm_.defined();
-  has_grad_norms_ = norms.wants_each() && !params.slots().empty();
+  has_grad_norm_ = inputs.reads_norm && grad_norm_.defined();
   const bool is_written = std::any_of(batches.begin(), batches.end(), [](const StepBatch& batch) {
     return batch.inputs.grad_norm != nullptr;
   });
-  write_norms(inputs, scans, squares_of_params, is_written);
+  if (has_grad_norm_ && !is_written) write_norm(inputs.gradients);
   return unfinished;
 }
 
@@ -108,26 +88,18 @@ at::Tensor StepOutputs::prepare_step_applied(const at::Device& device,
   return elsewhere;
 }
 
-// Writes the norms that no launch writes: the norm of each gradient, and the norm of all gradients
-// unless a batch on its device computes it (`is_written`).
-void StepOutputs::write_norms(const StepInputs& inputs, const std::vector<GradScan>& scans,
-                              const at::Tensor& squares_of_params, bool is_written) {
-  const GradientOptions& options = inputs.gradients;
-  if (has_grad_norm_ && !is_written) {
-    if (options.sum_of_squares.has_value()) {
-      const at::Tensor sum = to_device(*options.sum_of_squares, grad_norm_.device());
-      grad_norm_.copy_(norm_of(sum.to(at::kDouble), options.grad_scale), /*non_blocking=*/true);
-    } else {
-      grad_norm_.zero_();  // the norm of no gradients
-    }
+// Writes the norm of the unscaled gradients, rounded as in the kernels.
+void StepOutputs::write_norm(const GradientOptions& options) {
+  if (!options.sum_of_squares.has_value()) {
+    grad_norm_.zero_();  // the norm of no gradients
+    return;
   }
-  if (!has_grad_norms_) return;
-  const at::Tensor squares = squares_of_all(scans, squares_of_params);
-  if (squares.defined()) {
-    grad_norms_.copy_(norm_of(squares, options.grad_scale), /*non_blocking=*/true);
-  } else {
-    grad_norms_.fill_(std::nan(""));  // no parameter has a gradient
+  const at::Device device = grad_norm_.device();
+  at::Tensor norm = to_device(*options.sum_of_squares, device).to(at::kDouble).sqrt();
+  if (options.grad_scale.has_value()) {
+    norm = norm * to_device(inverse_of_scale(*options.grad_scale), device).to(at::kDouble);
   }
+  grad_norm_.copy_(norm, /*non_blocking=*/true);
 }
 
 void StepOutputs::finish(const Unfinished& unfinished) {

@@ -169,9 +169,7 @@ void define_gradient_release(py::module_& module) {
           "collect",
           [](ReleaseOfPython& self, PlanOfPython& plan) {
             const GradientRelease::HookResults found = self.collect(plan);
-            return std::make_tuple(found.skipped, found.first_nonfinites,
-                                   if_defined(found.sum_of_squares),
-                                   if_defined(found.squares_of_params));
+            return std::make_tuple(found.skipped, found.first_nonfinites);
           },
           release_gil(), py::arg("plan"))
       .def("complete", &with_plan<&GradientRelease::complete>, release_gil(), py::arg("plan"))

@@ -164,7 +164,7 @@ void register_params(PlanOfPython& mine, const py::object& optimizer, const char
 }
 
 // Runs a scan without the GIL. Returns for each device and partition found_inf, first_nonfinite,
-// the number of the partition, sum_of_squares and squares_of_params.
+// the number of the partition, and sum_of_squares.
 template <typename Scan>
 py::object run_scan(Operation& operation, const Scan& scan) {
   if (!operation.is_current) return operation.mine.answer(PlanAnswer::kRegisterParams);
@@ -176,8 +176,7 @@ py::object run_scan(Operation& operation, const Scan& scan) {
   py::list found;
   for (const GradScanResult& result : results) {
     found.append(py::make_tuple(result.found_inf, result.first_nonfinite, result.partition,
-                                if_defined(result.sum_of_squares),
-                                if_defined(result.squares_of_params)));
+                                if_defined(result.sum_of_squares)));
   }
   return found;
 }
@@ -219,13 +218,12 @@ class ChunksOfPython : public StepChunks {
 
 py::object step(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
                 const py::object& amp_context, OptionalTensor grad_scale, OptionalTensor found_inf,
-                OptionalTensor sum_of_squares, const OptionalTensor& squares_of_params,
-                const py::object& chunks) {
+                OptionalTensor sum_of_squares, const py::object& chunks) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  const StepNorms norms = mine.norms(operation.clipping.max_grad_norm,
-                                     {sum_of_squares.has_value(), squares_of_params.has_value()});
-  if (norms.comes_from(NormSource::kAllRanks)) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
+  const NormSource norm =
+      mine.norm_source(operation.clipping.max_grad_norm, sum_of_squares.has_value());
+  if (norm == NormSource::kAllRanks) return mine.answer(PlanAnswer::kNeedsGlobalNorm);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
                                                        std::move(sum_of_squares));
   py::object done = mine.answer(PlanAnswer::kDone);  // here, because a step releases the GIL
@@ -233,8 +231,7 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   if (!chunks.is_none()) order.emplace(chunks);
   StatesOfPython store(operation, step_plan, amp_context);
   try {
-    mine.step(operation.table, std::move(options), store, squares_of_params.value_or(at::Tensor()),
-              order.has_value() ? &*order : nullptr);
+    mine.step(operation.table, std::move(options), store, order.has_value() ? &*order : nullptr);
   } catch (...) {
     store.take_back();
     throw;
@@ -242,11 +239,10 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   return done;
 }
 
-// Returns (found_inf, sum_of_squares, squares_of_params) for the step of another plan.
+// Returns (found_inf, sum_of_squares) for the step of another plan.
 py::object prepare_copied_step(PlanOfPython& mine, const py::object& step_plan,
                                const py::object& optimizer, OptionalTensor grad_scale,
-                               OptionalTensor found_inf, OptionalTensor sum_of_squares,
-                               const OptionalTensor& squares_of_params) {
+                               OptionalTensor found_inf, OptionalTensor sum_of_squares) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
@@ -254,11 +250,9 @@ py::object prepare_copied_step(PlanOfPython& mine, const py::object& step_plan,
   Plan::CopiedStepInputs inputs;
   {
     const py::gil_scoped_release release;
-    inputs = mine.prepare_copied_step(operation.table, std::move(options),
-                                      squares_of_params.value_or(at::Tensor()));
+    inputs = mine.prepare_copied_step(operation.table, std::move(options));
   }
-  return py::make_tuple(inputs.found_inf, inputs.sum_of_squares,
-                        if_defined(inputs.squares_of_params));
+  return py::make_tuple(inputs.found_inf, inputs.sum_of_squares);
 }
 
 py::object remember_copied_step(PlanOfPython& mine, const py::object& step_plan,
@@ -342,17 +336,7 @@ void define_plan(py::module_& module) {
             self.outputs().set_guard(std::move(guard));
           },
           py::arg("guard"))
-      .def_property(
-          "tracks_grad_norms",
-          [](const PlanOfPython& self) { return self.outputs().tracks_grad_norms(); },
-          &PlanOfPython::set_tracks_grad_norms)
-      .def(
-          "wants_norms",
-          [](const PlanOfPython& self, std::optional<double> max_grad_norm) {
-            const StepNorms norms = self.norms(max_grad_norm);
-            return py::make_tuple(norms.wants_total(), norms.wants_each());
-          },
-          py::arg("max_grad_norm"))
+      .def("needs_norm", &PlanOfPython::needs_norm, py::arg("max_grad_norm"))
       .def("register_params", &register_params, py::arg("optimizer"), py::arg("operation"),
            py::arg("rows"))
       .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
@@ -361,10 +345,9 @@ void define_plan(py::module_& module) {
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
-           py::arg("squares_of_params"), py::arg("chunks") = py::none())
+           py::arg("chunks") = py::none())
       .def("prepare_copied_step", &prepare_copied_step, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
-           py::arg("squares_of_params"))
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"))
       .def("remember_copied_step", &remember_copied_step, py::arg("step_plan"),
            py::arg("optimizer"), py::arg("had_scale"))
       .def(
@@ -377,7 +360,6 @@ void define_plan(py::module_& module) {
       .def("check_not_swapped_in", &PlanOfPython::check_not_swapped_in, py::arg("operation"))
       .def("track_step_applied", [](PlanOfPython& self) { self.outputs().track_step_applied(); })
       .def_property_readonly("grad_norm", &output_of<&StepOutputs::grad_norm>)
-      .def_property_readonly("grad_norms", &output_of<&StepOutputs::grad_norms>)
       .def_property_readonly("step_applied", &output_of<&StepOutputs::step_applied>)
       .def_property_readonly("failure", &PlanOfPython::failure)
       .def_property_readonly("note_of_failure", &PlanOfPython::note_of_failure);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <numeric>
 
 #include "../cpp/every_number.h"
 #include "cuda/engine.h"
@@ -230,14 +229,7 @@ bool run_gradients() {
     double finite_sum_of_squares = 0.0;
     launch.sum_of_squares = &finite_sum_of_squares;
     launch.skip_nonfinite = true;
-    std::vector<double> squares(all_args.size(), -1.0);
-    std::vector<uint32_t> tensor_counters(all_args.size());
-    launch.squares_of_tensors = squares.data();
-    error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter, tensor_counters.data()},
-                                 nullptr);
-    const double sum_of_tensors = std::accumulate(squares.begin(), squares.end(), 0.0);
-    right &= std::count(tensor_counters.begin(), tensor_counters.end(), 0u) == count;
-    right &= std::abs(sum_of_tensors - finite_sum_of_squares) <= 1e-6 * finite_sum_of_squares;
+    error |= amp_ext::cuda::scan(launch, {tile_sums.data(), &block_counter}, nullptr);
     const auto is_launched = std::make_unique<bool[]>(all_args.size());
     error |= amp_ext::cuda::multiply(all_args.data(), count, {&half}, &found_inf, &first,
                                      is_launched.get(), nullptr);

@@ -277,10 +277,6 @@ def each_mesh_dimension_takes_one_small_collective(rank: int) -> None:
                 assert sizes == [size] * expected * (is_scaled or has_own), (layout, size)
 
 
-def track(optimizer: Any, args: Any, kwargs: Any) -> None:
-    optimizer.track_grad_norms = True
-
-
 def norms_of_sharded_gradients_are_those_of_the_whole(rank: int) -> None:
     for layout in layouts():
         for clips in (True, False):
@@ -293,9 +289,6 @@ def norms_of_sharded_gradients_are_those_of_the_whole(rank: int) -> None:
                 scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
                 give_exact_grads(params, wholes, False, 0)
                 params[1].grad = None
-                # A hook may ask for them when the scaler has looked.
-                optimizer.track_grad_norms = not (scaled and clips)
-                optimizer.register_step_pre_hook(track)
                 grads = [None if p.grad is None else whole(p.grad) / scale for p in params]
                 take_step(optimizer, scaler if scaled else None)
                 expected = [math.nan if g is None else g.double().norm().item() for g in grads]

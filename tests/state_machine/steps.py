@@ -280,7 +280,6 @@ class Step:
         mine = self.sides.mine
         scans_again = mine.norm_guard is not None
         if self.scalers is not None:
-            scans_again |= mine.track_grad_norms
             scans_again |= mine.param_groups[0]["max_grad_norm"] is not None
             scans_again |= self.was_ready and self.scalers.kind != "torch"
         return scans_again and not all(b.grad.isfinite().all() for b in self.before.values())
