@@ -100,11 +100,11 @@ def load_binary() -> Any:
         from amp_ext import _C
     except ImportError as error:
         was = f"It was built for {built_for}; you run {running}" if built else f"You run {running}"
-        return _BrokenBinary(f"{_warned(error)}: {error}. {was}. Rebuild: {_REBUILD}", error)
+        return _BrokenBinary(f"{_reason_of(error)}: {error}. {was}. Rebuild: {_REBUILD}", error)
     return _C
 
 
-def _warned(error: ImportError) -> str:
+def _reason_of(error: ImportError) -> str:
     """Returns the reason why the module can't be loaded, found in the loader's message."""
     if "libamp_ext.so: cannot open" in str(error):
         return "amp_ext's library lib/libamp_ext.so is not there"

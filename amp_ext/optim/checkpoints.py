@@ -297,9 +297,9 @@ def _in_order_of_names(
     if misplaced:
         raise ValueError(f"{operation}: {misplaced}")
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
-        placed_params = ops.indices_by_name(names, saved_names)
-        if placed_params:
-            loaded["params"] = [loaded["params"][placed] for placed in placed_params]
+        indices = ops.indices_by_name(names, saved_names)
+        if indices:
+            loaded["params"] = [loaded["params"][index] for index in indices]
     return in_order
 
 

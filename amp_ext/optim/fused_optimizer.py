@@ -267,7 +267,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}.init_state: param of {placed} is a lazy parameter, "
                     "which has no shape yet. Run the model once first."
                 )
-            placed.spec.check_is_stepped(placed.registered(), "init_state")
+            placed.spec.check_is_stepped(placed.reference(), "init_state")
         if self.offload is not None:
             self.offload.init_state()
             return

@@ -56,7 +56,7 @@ class PlacedParam(NamedTuple):
         """Returns the position for errors: "group 0, param 3"."""
         return f"group {self.group_index}, param {self.index_in_group}"
 
-    def registered(self) -> ops.ParamRef:
+    def reference(self) -> ops.ParamRef:
         """Returns the reference to the parameter that the compiled module takes."""
         param = self.param
         return ops.ParamRef(
@@ -99,14 +99,14 @@ def check_flattened(spec: ops.StateSpec, param: Tensor) -> None:
     """
     if not is_flattened(param):
         return
-    registered = PlacedParam(spec, param, 0, 0).registered()
-    if spec.has_codes(registered):
+    reference = PlacedParam(spec, param, 0, 0).reference()
+    if spec.has_codes(reference):
         raise ValueError(
             f"{spec.optimizer}: state_dtype must be torch.float32, torch.bfloat16 or None "
             "for parameters that FullyShardedDataParallel flattens, got "
             f"{spec.state_dtype!r}. Use fully_shard for 8-bit moments."
         )
-    if spec.master_key(registered) not in ("", "master_param"):
+    if spec.master_key(reference) not in ("", "master_param"):
         raise ValueError(
             f"{spec.optimizer}: master_weights must be True or False for parameters that "
             f"FullyShardedDataParallel flattens, got {spec.master_weights!r}. Use fully_shard for "
@@ -137,8 +137,8 @@ def init_states(
     for placed in placed_params:
         check_flattened(placed.spec, placed.param)
         before = states.get(placed.param, {})
-        parts, registered = placed.parts(before), placed.registered()
-        complete = placed.spec.complete_state(registered, parts)
+        parts, reference = placed.parts(before), placed.reference()
+        complete = placed.spec.complete_state(reference, parts)
         dropped = parts.keys() - complete.keys()
         state = {key: value for key, value in before.items() if key not in dropped}
         for key, part in complete.items():
@@ -146,7 +146,7 @@ def init_states(
         is_complete = isinstance(before, dict) and state.keys() == before.keys()
         if not is_complete or any(state[key] is not before[key] for key in state):
             made[placed.param] = state
-        local.append((placed.spec, registered, complete))
+        local.append((placed.spec, reference, complete))
     return made, local
 
 
@@ -168,12 +168,12 @@ def loaded_state(placed: PlacedParam, saved: dict[str, Any], operation: str) -> 
             f"{operation}: param of {placed} is a lazy parameter, which has no shape yet. Run the "
             "model once first."
         )
-    registered = placed.registered()
+    reference = placed.reference()
     check_flattened(spec, param)
-    spec.check_saved_state(registered, saved, operation)
+    spec.check_saved_state(reference, saved, operation)
     state = {key: copy.deepcopy(value) for key, value in saved.items() if not spec.is_key(key)}
     parts = _parts_for(placed, saved) if is_dtensor(param) else saved
-    loaded = spec.loaded_state(registered, parts)
+    loaded = spec.loaded_state(reference, parts)
     return {key: placed.laid_out(key, part) for key, part in loaded.items()} | state
 
 
@@ -213,7 +213,7 @@ def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
 def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a state with float32 values under the keys that torch uses."""
     spec = placed.spec
-    parts = spec.float32_state(placed.registered(), placed.parts(state))
+    parts = spec.float32_state(placed.reference(), placed.parts(state))
     found = {
         key: copy.deepcopy(value)
         for key, value in state.items()
@@ -253,5 +253,5 @@ def fp32_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
     made = ops.fp32_master(part, parts)
     if made is part:
         return param.detach()
-    spec = [masters[key] for key in masters if made is parts[key]]
-    return (spec[0] if spec else laid_out_as(param, made)).detach()
+    stored = [masters[key] for key in masters if made is parts[key]]
+    return (stored[0] if stored else laid_out_as(param, made)).detach()

@@ -93,15 +93,15 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
   const auto place = static_cast<uint64_t>(first);
   const int64_t before = place % 8;
   const int64_t eights = (before + count + 7) / 8;
-  const auto residual = static_cast<uint32_t>(place / 8);
+  const auto low_word = static_cast<uint32_t>(place / 8);
   const auto high = static_cast<uint32_t>(place / 8 >> 32);
   const U lanes = lane_indices();
-  const U begin = lanes + residual;
+  const U begin = lanes + low_word;
   U own = (lanes + static_cast<uint32_t>(place - before)) * kPhaseStride;
   for (int64_t i = 0; i < eights; i += kLanes<uint32_t>) {
     const U number = begin + static_cast<uint32_t>(i);
     // `carry` is -1 where the lower half overflowed.
-    const U carry = bit_cast<U>(number < residual);
+    const U carry = bit_cast<U>(number < low_word);
     const EightTimes hashes(dither_hash(number, high - carry));
     for (int k = 0; k < 8; ++k) {
       store_bits(phases + i * 8 + k * kLanes<uint32_t>, own + hashes[k]);

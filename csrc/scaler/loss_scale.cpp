@@ -125,8 +125,10 @@ void LossScale::keep_first_nonfinites(int64_t slot, const std::vector<at::Tensor
   report_slot_of(slot).counts_tensors = counts_tensors;
   std::vector<at::Tensor>& kept = report_slot_of(slot).first_nonfinites;
   for (const at::Tensor& first : first_nonfinites) {
-    const auto is_alive = [&](const at::Tensor& each) { return each.device() == first.device(); };
-    kept.erase(std::remove_if(kept.begin(), kept.end(), is_alive), kept.end());
+    const auto is_on_same_device = [&](const at::Tensor& each) {
+      return each.device() == first.device();
+    };
+    kept.erase(std::remove_if(kept.begin(), kept.end(), is_on_same_device), kept.end());
     kept.push_back(first);
   }
 }
