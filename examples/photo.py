@@ -44,7 +44,6 @@ from torch.nn import functional
 import amp_ext
 from amp_ext.text_table import format_table
 from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer
-from amp_ext.training.random_state import random_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +231,6 @@ def write_start(
         "coordinates": coordinates(settings.size),
         "frequency": frequency,
         "model": dict(model.state_dict()),
-        "random": random_state(),
     }
     torch.save(content, path)
 

@@ -46,8 +46,6 @@ pytest() {
 if [ "${1:-}" = --threads ]; then
   # PyTorch and OpenMP are not instrumented, so a parallel region would look like a race.
   export OMP_NUM_THREADS=1 TSAN_OPTIONS=atexit_sleep_ms=0
-  echo "Running hooks of two C++ threads under ThreadSanitizer"
-  AMP_EXT_CPU_ISA=plain ${run:-} "$("${build[@]}" threads thread)"
   echo "Running released gradients and offloaded states under ThreadSanitizer"
   use_module "$("${build[@]}" cpu thread)" libtsan.so
   pytest "$root"/tests/optimizers/test_{offload,gradient_release}.py -m 'not slow' -k 'not emulated'

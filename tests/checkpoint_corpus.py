@@ -2,11 +2,11 @@
 
     python tests/checkpoint_corpus.py --add    # files and results for rows that have none
 
-``data/checkpoints.tar.xz`` has files that Python, C++ and torch wrote, by row: an optimizer, the
-dtype of its parameters, and the form of what it keeps. ``data/checkpoints.json`` says what comes of
-each row in each configuration that loads it, after five more steps: a hash of the parameters and
-states, the same whoever wrote the file and whoever loads it, or the text of a refusal. What is in
-there is never written anew: a file stands for those that users have.
+``data/checkpoints.tar.xz`` has files that Python and torch wrote, and C++ classes of earlier
+versions, by row: an optimizer, the dtype of its parameters, and the form of what it keeps.
+``data/checkpoints.json`` says what comes of each row in each configuration that loads it, after
+five more steps: a hash of the parameters and states, the same whoever wrote the file, or the text
+of a refusal. What is in there is never written anew: a file stands for those that users have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.call_scenarios import whole
 from harness.hashes import Hash, numbers
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,7 +32,6 @@ from amp_ext.optim import float32_state_dict
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "data" / "checkpoints.tar.xz"
 RESULTS = ROOT / "tests" / "data" / "checkpoints.json"
-PROGRAM = ROOT / "build" / "cpp_program" / "program"
 
 SHAPES = ((64, 64), (9,))  # with blocks of 32 elements in 8 bits, and without
 STEPS_BEFORE, STEPS_AFTER = 3, 5
@@ -136,7 +133,7 @@ def tensors(seed: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def plan_of(row: str, configuration: str, path: Path | None = None) -> Saved:
-    """Returns what a run does that begins anew, or goes on from a file of the row, as C++ reads."""
+    """Returns what a run does that begins anew, or goes on from a file of the row."""
     kind, _ = parts_of(row)
     name, options = KINDS[kind]
     dtype = getattr(torch, configuration.partition("/")[0])
@@ -149,18 +146,6 @@ def plan_of(row: str, configuration: str, path: Path | None = None) -> Saved:
         "grads": [tensors(1 + step, dtype) for step in steps],
         "file": None if path is None else str(path),
     }
-
-
-def scenario_of(plan: Saved, archive: Path | None = None) -> Saved:
-    """Returns what C++ does for a plan; an archive of torch has the states of its file."""
-    calls: list[tuple[str, Any]] = []
-    if plan["file"] is not None:
-        states = ("load", plan["file"]) if archive is None else ("load_archive", str(archive))
-        calls = [("params.load", plan["file"]), (f"optimizer.{states[0]}", states[1])]
-    for grads in plan["grads"]:
-        calls += [("grads", grads), ("optimizer.step",)]
-    groups = [{"params": [*range(len(plan["params"]))]}]
-    return whole({**plan, "groups": groups, "calls": calls})
 
 
 def run_in_python(plan: Saved, library: Any = amp_ext.optim) -> Saved:
@@ -244,7 +229,6 @@ def add(folder: Path) -> None:
             write_in_python(folder / "torch" / f"{row}.pt", row, configuration, torch.optim)
         elif not row.startswith("older-"):
             write_in_python(folder / "python" / f"{row}.pt", row, configuration, amp_ext.optim)
-            write_in_cpp(folder, row, configuration)
         known = found.setdefault(row, {})
         path = next(files_of(folder, row, "python", "torch"))
         for target in targets_of(row):
@@ -265,20 +249,6 @@ def write_in_python(path: Path, row: str, configuration: str, library: Any) -> N
     written.pop(FLOAT32, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(written, path)
-
-
-def write_in_cpp(folder: Path, row: str, configuration: str) -> None:
-    """Writes a dict as Python does, and an archive of torch beside its parameters."""
-    path = folder / "cpp" / f"{row}.pt"
-    if path.exists():
-        return
-    with tempfile.TemporaryDirectory() as work:
-        torch.save(scenario_of(plan_of(row, configuration)), Path(work, "scenario.pt"))
-        done = subprocess.run([PROGRAM], input=f"do\t{work}\n", capture_output=True, text=True)
-        assert done.stdout == "\x040\n", done.stdout
-        for writer, name in (("cpp", "cpp.pt"), ("archive", "archive.pt")):
-            (folder / writer / row).parent.mkdir(parents=True, exist_ok=True)
-            Path(work, name).rename(folder / writer / f"{row}.pt")
 
 
 def main() -> int:

@@ -16,36 +16,42 @@ namespace amp_ext {
 
 namespace {
 
-// Fills the slots of a table with the tensors of the lists. `buffers` are the given lists of
-// buffers.
-void fill_slots(ParamTable& table, const StepLists& lists,
-                const std::vector<const TensorList*>& buffers) {
+using StepParams = std::vector<StepParam>;
+
+// Fills a table with the parameters of all groups. A parameter without a gradient gets no state.
+void fill_slots(ParamTable& table, const std::vector<StepParams>& groups) {
   std::vector<ParamTable::Param> registered;
-  for (size_t i = 0; i < lists.params.size(); ++i) {
-    const int64_t global_offset = lists.global_offsets.has_value() ? (*lists.global_offsets)[i] : 0;
-    registered.push_back({0, static_cast<int64_t>(i), nullptr, {}, global_offset});
+  std::vector<const StepParam*> params;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (size_t i = 0; i < groups[group].size(); ++i) {
+      params.push_back(&groups[group][i]);
+      registered.push_back({static_cast<int64_t>(group),
+                            static_cast<int64_t>(i),
+                            nullptr,
+                            {},
+                            params.back()->global_offset});
+    }
   }
   table.register_params({}, registered);
-  for (size_t i = 0; i < registered.size(); ++i) {
-    ParamSlot& slot = table.slots()[i];
-    slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(lists.params[i]);
-    slot.owned[kGrad] = lists.grads[i];
-    ParamState state;
-    for (const TensorList* list : buffers) state.buffers.push_back((*list)[i]);
-    if (lists.steps.has_value()) state.step = (*lists.steps)[i];
-    if (lists.master_params.has_value()) state.master_param = (*lists.master_params)[i];
-    if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
-      state.exponents = (*lists.exponents)[i];
-    }
-    table.set_state(static_cast<int64_t>(i), std::move(state));
+  for (size_t index = 0; index < params.size(); ++index) {
+    ParamSlot& slot = table.slots()[index];
+    slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(params[index]->param);
+    slot.owned[kGrad] = params[index]->grad;
+    if (slot.has_grad()) table.set_state(static_cast<int64_t>(index), params[index]->state);
   }
 }
 
-// Steps all slots once. Nothing has been written if an error occurs before the first launch.
-void step_once(ParamTable& params, GroupTable& table, GradientOptions options) {
+// Steps all groups once. Nothing has been written if an error occurs before the first launch.
+void step_once(const std::vector<StepParams>& groups, GroupTable table, GradientOptions options,
+               ParamSlotChecks checks) {
   const at::NoGradGuard no_grad;
+  ParamTable params(std::move(checks));
+  fill_slots(params, groups);
   check_options(params.operation(), table, options);
   params.check_for_step(params.slots(), table, /*allows_scaled_grads=*/true);
+  for (ParamSlot& slot : params.slots()) {
+    slot.master_is_current = groups[slot.group][slot.index_in_group].master_is_current;
+  }
   const NormSource norm = source_of_norm(options.max_grad_norm.has_value(),
                                          options.sum_of_squares.has_value(), false, false);
   StepScratch scratch;
@@ -113,15 +119,46 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
     TORCH_CHECK(global_offset >= 0, operation, ": global_offsets[", i, "] must be at least 0, got ",
                 global_offset);
   }
-  ParamTable slots({operation, names.buffers, Naming::kLists});
-  fill_slots(slots, lists, buffers);
-  GroupTable table = GroupTable::of(std::vector<Group<Hyperparameters>>{options});
-  step_once(slots, table, gradient_options);
+  StepParams step_params;
+  for (size_t i = 0; i < params.size(); ++i) {
+    StepParam& param = step_params.emplace_back(StepParam{params[i], lists.grads[i]});
+    for (const TensorList* list : buffers) param.state.buffers.push_back((*list)[i]);
+    if (lists.steps.has_value()) param.state.step = (*lists.steps)[i];
+    if (lists.master_params.has_value()) param.state.master_param = (*lists.master_params)[i];
+    if (lists.exponents.has_value() && (*lists.exponents)[i].numel() > 0) {
+      param.state.exponents = (*lists.exponents)[i];
+    }
+    if (lists.global_offsets.has_value()) param.global_offset = (*lists.global_offsets)[i];
+  }
+  step_once({step_params}, GroupTable::of(std::vector<Group<Hyperparameters>>{options}),
+            gradient_options, {operation, names.buffers, Naming::kLists});
 }
 
-#define AMP_EXT_INSTANTIATE(Functor)                                            \
-  template void step_(const StepLists&, const Group<Functor##Hyperparameters>&, \
-                      const GradientOptions&, const StepNames&);
+template <typename Hyperparameters>
+void step_groups_(const std::vector<std::vector<StepParam>>& groups,
+                  const std::vector<Group<Hyperparameters>>& options,
+                  const GradientOptions& gradient_options, const std::string& operation) {
+  TORCH_CHECK(options.size() == groups.size(), operation, ": options must have ", groups.size(),
+              " elements, one for each group, got ", options.size());
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (const StepParam& param : groups[group]) {
+      TORCH_CHECK(!param.grad.defined() || param.state.step.defined() ||
+                      options[group].timestep >= 1.0 || options[group].why_step() == nullptr,
+                  operation, ": the state of each parameter of group ", group,
+                  " must have a step, ", options[group].why_step());
+    }
+  }
+  std::vector<std::string> keys;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) keys.emplace_back(buffer.name);
+  step_once(groups, GroupTable::of(options), gradient_options, {operation, keys, Naming::kGroups});
+}
+
+#define AMP_EXT_INSTANTIATE(Functor)                                              \
+  template void step_(const StepLists&, const Group<Functor##Hyperparameters>&,   \
+                      const GradientOptions&, const StepNames&);                  \
+  template void step_groups_(const std::vector<std::vector<StepParam>>&,          \
+                             const std::vector<Group<Functor##Hyperparameters>>&, \
+                             const GradientOptions&, const std::string&);
 AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_INSTANTIATE)
 #undef AMP_EXT_INSTANTIATE
 

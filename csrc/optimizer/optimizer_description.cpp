@@ -81,10 +81,9 @@ void check_value(const OptionDescription& option, const GroupOptions& options) {
   }
   if (fits) return;
   const char* const in_range = words_of(option.type).in_range;
-  const std::string message =
-      c10::str(options.name_of(option), " must be ",
-               in_range != nullptr ? in_range : wanted(option, options.takes_tensors()), ", got ",
-               options.shown(option, {}), why);
+  const std::string message = c10::str(options.name_of(option), " must be ",
+                                       in_range != nullptr ? in_range : wanted(option), ", got ",
+                                       options.shown(option, {}), why);
   TORCH_CHECK_TYPE(option.type != OptionType::kMasters, message);
   TORCH_CHECK_VALUE(false, message);
 }
@@ -260,7 +259,7 @@ const char* name_of(OnLoad on_load) {
   return nullptr;
 }
 
-std::string wanted(const OptionDescription& option, bool takes_tensors) {
+std::string wanted(const OptionDescription& option) {
   constexpr const char* kCounts[] = {"no", "one", "two", "three", "four", "five"};
   const bool is_tuple = option.type == OptionType::kNumbers;
   const std::string count = is_tuple ? kCounts[option.fields.size()] : "";
@@ -268,7 +267,7 @@ std::string wanted(const OptionDescription& option, bool takes_tensors) {
                               : option.type == OptionType::kLearningRate ? "a tensor"
                                                                          : "";
   const std::string words = count + words_of(option.type).wanted;
-  return !takes_tensors || tensors.empty() ? words : words + " or " + tensors + " of one element";
+  return tensors.empty() ? words : words + " or " + tensors + " of one element";
 }
 
 void check_as_torch(const GroupOptions& options) {

@@ -1,4 +1,4 @@
-// Descriptions of the options of each optimizer, which the Python and C++ classes share.
+// Descriptions of the options of each optimizer, which the Python classes and the formulas share.
 #pragma once
 
 #include <amp_ext/export.h>
@@ -57,13 +57,12 @@ struct OptionDescription {
 AMP_EXT_API const char* name_of(OptionType type);
 AMP_EXT_API const char* name_of(OnLoad on_load);
 
-// Returns the allowed values in words, without a range: "a number or None". With `takes_tensors`,
-// options that may be a tensor add "or a tensor of one element".
-AMP_EXT_API std::string wanted(const OptionDescription& option, bool takes_tensors);
+// Returns the allowed values in words, without a range: "a number or None".
+AMP_EXT_API std::string wanted(const OptionDescription& option);
 
 struct OptimizerDescription;
 
-// Reads the options of one group, or the defaults of an optimizer, from Python or C++ objects.
+// Reads the options of one group, or the defaults of an optimizer, from Python objects.
 class AMP_EXT_API GroupOptions {
  public:
   explicit GroupOptions(const OptimizerDescription& description) : description_(&description) {}
@@ -79,7 +78,6 @@ class AMP_EXT_API GroupOptions {
   virtual OptionalTensor lr_tensor() const { return {}; }  // the learning rate, if it is a tensor
 
   virtual bool has_float16_params() const = 0;
-  virtual bool takes_tensors() const = 0;
 
   // name_of returns the name of an option in errors ("Adam: lr of group 1"). shown returns the
   // value as errors print it, or only the number at `index` of a tuple.

@@ -19,16 +19,6 @@
 
 namespace amp_ext {
 
-// The state of one parameter. A tensor that the optimizer does not use is undefined.
-struct ParamState {
-  // Buffers such as exp_avg, of the parameter's shape. 8-bit buffers are int8 (ratios) or uint8
-  // (quantized in blocks along the parameter's memory).
-  std::vector<at::Tensor> buffers;
-  at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
-  at::Tensor step;          // float32, one element
-  at::Tensor exponents;     // uint8, one for each block of the blockwise quantized buffer
-};
-
 // Indices of the tensors of a slot, as in `owned` and `fingerprints`.
 enum SlotTensor { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
 inline constexpr int kSlotTensors = kBuffer0 + kMaxBuffers;

@@ -61,15 +61,21 @@ void ParamSlotChecks::check_tensors(const ParamSlot& slot) const {
   for (int list = 0; list < kSlotTensors; ++list) {
     const at::Tensor& tensor = slot.tensor(list);
     if (!tensor.defined()) continue;
-    check_is_plain(operation, name_of(slot, list), tensor);
+    // The name of a tensor is built only for an error, or where one is likely.
+    if (!is_plain(tensor) || !has_all_elements(tensor)) {
+      check_is_plain(operation, name_of(slot, list), tensor);
+    }
     const bool is_written = list != kGrad || slot.writes_grad;
-    if (is_written) check_can_be_written(operation, name_of(slot, list), tensor);
+    if (is_written && !tensor.is_non_overlapping_and_dense()) {
+      check_can_be_written(operation, name_of(slot, list), tensor);
+    }
   }
   const at::Tensor& param = slot.param();
   const at::ScalarType dtype = param.scalar_type();
   TORCH_CHECK(dtype_of(param).has_value(), operation, ": ", name_of(slot, kParam),
               " must be Float, Double, Half or BFloat16, got ", dtype);
-  check_device(operation, name_of(slot, kParam), param.device());
+  const bool has_engine = param.is_cpu() || uses_cuda_engine(param.device());
+  check_device(operation, has_engine ? std::string() : name_of(slot, kParam), param.device());
   const auto check = [&](int list, bool ok, const auto&... message) {
     TORCH_CHECK(ok, operation, ": ", name_of(slot, list), " must be ", message...);
   };

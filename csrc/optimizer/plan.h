@@ -29,7 +29,7 @@ namespace amp_ext {
 // Throws an error that names `operation` if the parameters currently hold the averages.
 void check_weights_are_in(const std::string& operation, bool is_swapped);
 
-// A plan lives as long as its optimizer. For each operation the owner, a Python or C++ optimizer,
+// A plan lives as long as its optimizer. For each operation the owner, a Python optimizer,
 // holds a `Lock` and passes the present parameters with take_param(). If they or the options of the
 // groups differ from the registered ones, it registers them again. Then it calls scan() or step().
 class AMP_EXT_API Plan {

@@ -14,7 +14,7 @@ struct OptimizerDescription;
 
 using Keys = std::vector<std::string>;
 
-// One parameter group of a file, which the caller has converted from Python or C++ containers.
+// One parameter group of a file, which the caller has converted from Python's containers.
 struct AMP_EXT_API SavedGroup {
   struct Flag {
     bool is_set;

@@ -14,7 +14,7 @@
 
 namespace amp_ext::optim {
 
-// One value of a state in a file; the caller has converted it from Python or C++ containers.
+// One value of a state in a file; the caller has converted it from Python's containers.
 struct AMP_EXT_API SavedValue {
   at::Tensor tensor;             // undefined if the value is no tensor
   std::optional<double> number;  // the value of a number, or of a tensor with one real element

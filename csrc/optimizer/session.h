@@ -1,4 +1,4 @@
-// One operation of an optimizer on its plan, for the optimizers of Python and of C++.
+// One operation of an optimizer on its plan.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -111,8 +111,6 @@ class DictOptions final : public optim::GroupOptions {
     return false;
   }
 
-  bool takes_tensors() const override { return true; }
-
   std::string name_of(const optim::OptionDescription& option) const override {
     std::string name = where_;
     return name.replace(name.find("%s"), 2, option.name);

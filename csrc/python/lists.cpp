@@ -125,8 +125,8 @@ void define_descriptions(py::module_& module) {
           "type", [](const OptionDescription& self) { return optim::name_of(self.type); })
       .def_property_readonly(
           "on_load", [](const OptionDescription& self) { return optim::name_of(self.on_load); })
-      .def_property_readonly(
-          "wanted", [](const OptionDescription& self) { return optim::wanted(self, true); })
+      .def_property_readonly("wanted",
+                             [](const OptionDescription& self) { return optim::wanted(self); })
       .def_property_readonly("count",
                              [](const OptionDescription& self) { return self.fields.size(); })
       .def_property_readonly("is_read", &OptionDescription::is_read);

@@ -1,4 +1,4 @@
-// The loss scale of the GradScalers of Python and C++: its tensors, updates and statistics.
+// The loss scale of the Python class GradScaler: its tensors, updates and statistics.
 #pragma once
 
 #include <ATen/core/Scalar.h>
@@ -58,7 +58,6 @@ class AMP_EXT_API LossScale {
   // Returns the slot of the optimizer at address `key`. Ignores slots whose `is_alive` returns
   // false, because another optimizer may now have their address.
   std::optional<int64_t> find_optimizer(const void* key) const;
-  int64_t number_of_optimizers() const { return static_cast<int64_t>(report_slots_.size()); }
   // Returns the slot of an optimizer, and adds a slot if it is unknown. `guard_has_skipped` returns
   // whether a NormGuard skipped the last step.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
@@ -100,7 +99,7 @@ class AMP_EXT_API LossScale {
 
   // Returns true once, when a scale `value` is so small that 1 / `value` is inf in float32.
   bool must_warn_of(double value);
-  // Returns the text of the warning. `value` is the scale as Python or C++ prints it.
+  // Returns the text of the warning. `value` is the scale as Python prints it.
   static std::string warning_of(const std::string& value);
 
   // Throws, once per update, if the update found different scales on different ranks.

@@ -1,5 +1,4 @@
-// The iteration of one optimizer, from the scaler's first scan of its gradients to the update, for
-// the GradScalers of Python and C++.
+// The iteration of one optimizer, from the scaler's first scan of its gradients to the update.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,10 +3,9 @@
 //
 //   python examples/photo.py --write-start start.pt    # the photograph and the initial weights
 //   train start.pt --checkpoint run.pt --picture photo.ppm
-//   train start.pt --resume run.pt                     # like photo.py --resume run.pt
+//   train start.pt --resume run.pt
 //
-// Each program can resume from a checkpoint of the other. `photo.py --steps N` limits the steps of
-// both.
+// `photo.py --steps N` limits the steps of both programs.
 
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
@@ -18,7 +17,7 @@
 #include <exception>
 #include <filesystem>
 #include <fstream>
-#include <initializer_list>
+#include <iterator>
 #include <map>
 #include <string>
 #include <utility>
@@ -33,53 +32,31 @@ constexpr int64_t kGrowthInterval = 10;  // steps; small, so that the demo shows
 constexpr int kReportEvery = 10;         // steps
 constexpr int kSaveEvery = 20;           // steps between two checkpoints
 
-// Helpers for dicts and lists with values of any type, as in Python.
-
 using Dict = c10::impl::GenericDict;
 
-Dict new_dict(std::initializer_list<std::pair<std::string, c10::IValue>> entries) {
-  Dict dict(c10::AnyType::get(), c10::AnyType::get());
-  for (const auto& [name, value] : entries) dict.insert(name, value);
-  return dict;
-}
-
-template <typename Element>
-c10::impl::GenericList new_list(const std::vector<Element>& elements) {
-  c10::impl::GenericList list(c10::AnyType::get());
-  for (const Element& element : elements) list.push_back(element);
-  return list;
-}
-
-template <typename Element>
-std::vector<Element> elements_of(const c10::IValue& list) {
-  std::vector<Element> elements;
-  for (const c10::IValue& element : list.toListRef()) elements.push_back(element.to<Element>());
-  return elements;
+// Reads a file of Python's torch.save.
+c10::IValue read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file.good(), "can't read ", path);
+  return torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
 }
 
 c10::IValue entry(const c10::IValue& dict, const std::string& name) {
   const bool is_there = dict.isGenericDict() && dict.toGenericDict().contains(name);
-  TORCH_CHECK(is_there, "no entry \"", name,
-              "\" in the file: START is of photo.py --write-start, and ",
-              "--resume takes a file of --checkpoint");
+  TORCH_CHECK(is_there, "no entry \"", name, "\" in the file: START is of photo.py --write-start");
   return dict.toGenericDict().at(name);
 }
 
 // The network.
-
-void load_weights(torch::nn::Module& model, const c10::IValue& weights) {
-  const torch::NoGradGuard no_grad;
-  for (const auto& param : model.named_parameters()) {
-    param.value().copy_(entry(weights, param.key()).toTensor());
-  }
-}
 
 // Creates a network with fp16 parameters that maps `width` Fourier features to red, green and blue.
 torch::nn::Sequential make_model(int64_t width, const c10::IValue& weights, torch::Device device) {
   using torch::nn::Linear, torch::nn::ReLU;
   torch::nn::Sequential model(Linear(width, width), ReLU(), Linear(width, width), ReLU(),
                               Linear(width, 3));
-  load_weights(*model, weights);
+  for (const auto& param : model->named_parameters()) {
+    param.value().set_data(entry(weights, param.key()).toTensor());
+  }
   model->to(device, torch::kHalf);
   return model;
 }
@@ -91,10 +68,25 @@ Tensor fourier_features(const Tensor& coordinates, const Tensor& frequency) {
   return torch::cat({phase.sin(), phase.cos()}, /*dim=*/-1);
 }
 
+// Returns a list of numbers of an archive.
+template <typename Number>
+std::vector<Number> numbers_in(torch::serialize::InputArchive& archive, const char* name) {
+  Tensor numbers;
+  archive.read(name, numbers, /*is_buffer=*/true);
+  numbers = numbers.cpu();
+  const Number* const first = numbers.const_data_ptr<Number>();
+  return {first, first + numbers.numel()};
+}
+
+amp_ext::GradScalerOptions scaler_options() {
+  amp_ext::GradScalerOptions options;
+  options.growth_interval = kGrowthInterval;
+  return options;
+}
+
 // A network that learns a photograph, with its optimizer, scaler and loss curve.
 struct Training {
   const c10::IValue about;  // settings of the run, which a resumed run must share
-  c10::IValue random;       // states of Python's random generators, unused here and saved unchanged
   const int64_t divisor;    // number of tiles; divides each loss, because gradients add up
   const torch::Device device;
   const Tensor photo;     // [height, width, 3], 0 to 1
@@ -112,7 +104,6 @@ struct Training {
   // Starts from the file that `photo.py --write-start` wrote.
   explicit Training(const c10::IValue& start)
       : about(entry(start, "about")),
-        random(entry(start, "random")),
         divisor(entry(about, "tiles").toInt()),
         device(entry(start, "device").toStringRef()),
         photo(entry(start, "photo").toTensor()),
@@ -124,7 +115,7 @@ struct Training {
         colours(photo.view({-1, 3}).index({order}).to(device)),
         model(make_model(entry(about, "width").toInt(), entry(start, "model"), device)),
         optimizer(model->parameters(), amp_ext::optim::AdamWOptions(kLearningRate)),
-        scaler(amp_ext::GradScalerOptions().device(device.type()).growth_interval(kGrowthInterval)),
+        scaler(scaler_options()),
         scales{scaler.get_scale()} {}
 
   int steps() const { return static_cast<int>(losses.size()); }
@@ -166,39 +157,42 @@ struct Training {
     return pixels.view_as(photo);
   }
 
-  // Writes a checkpoint like Python's MixedPrecisionTrainer.save, with the `extra` entry of
-  // photo.py.
+  // Writes a checkpoint.
   void save(const std::string& path) const {
-    Dict weights = new_dict({});
-    for (const auto& param : model->named_parameters()) weights.insert(param.key(), param.value());
-    const Dict trainer = new_dict({{"optimizer", optimizer.state_dict()},
-                                   {"scaler", scaler.state_dict()},
-                                   {"scheduler", {}},
-                                   {"gradient_accumulation_steps", 1},
-                                   {"accumulated", 0},
-                                   {"gradients", new_list<Tensor>({})},
-                                   {"loss", {}}});
-    const auto curves =
-        new_list<c10::IValue>({new_list(losses), new_list(scales), new_list(skipped), seconds});
-    const Dict extra = new_dict({{"about", about}, {"curves", curves}});
-    amp_ext::save_state(
-        path,
-        new_dict({{"model", weights}, {"trainer", trainer}, {"random", random}, {"extra", extra}}));
+    torch::serialize::OutputArchive archive;
+    const auto write = [&](const char* name, const auto& save_to) {
+      torch::serialize::OutputArchive part(archive.compilation_unit());
+      save_to(part);
+      archive.write(name, part);
+    };
+    write("model", [&](auto& part) { model->save(part); });
+    write("optimizer", [&](auto& part) { optimizer.save(part); });
+    write("scaler", [&](auto& part) { part << scaler; });
+    archive.write("losses", torch::tensor(losses, torch::kDouble), /*is_buffer=*/true);
+    archive.write("scales", torch::tensor(scales, torch::kDouble), /*is_buffer=*/true);
+    archive.write("skipped", torch::tensor(skipped, torch::kLong), /*is_buffer=*/true);
+    archive.write("about", c10::str(about));
+    archive.write("seconds", seconds);
+    archive.save_to(path);
   }
 
   void load(const std::string& path) {
-    const c10::IValue content = amp_ext::load_state(path);
-    const c10::IValue extra = entry(content, "extra"), saved = entry(extra, "about");
-    TORCH_CHECK(saved == about, "the run must be that of ", path, ", ", saved, ", got ", about);
-    load_weights(*model, entry(content, "model"));  // first, because masters are copied from them
-    optimizer.load_state_dict(entry(entry(content, "trainer"), "optimizer"));
-    scaler.load_state_dict(entry(entry(content, "trainer"), "scaler"));
-    random = entry(content, "random");
-    const c10::List<c10::IValue> curves = entry(extra, "curves").toList();
-    losses = elements_of<double>(curves.get(0));
-    scales = elements_of<double>(curves.get(1));
-    skipped = elements_of<int64_t>(curves.get(2));
-    seconds = curves.get(3).toDouble();
+    torch::serialize::InputArchive archive, part;
+    archive.load_from(path, device);
+    c10::IValue saved;
+    TORCH_CHECK(archive.try_read("about", saved) && saved.toStringRef() == c10::str(about),
+                "the run must be that of ", path, ", ", saved, ", got ", about);
+    archive.read("model", part);
+    model->load(part);
+    archive.read("optimizer", part);
+    optimizer.load(part);
+    archive.read("scaler", part);
+    part >> scaler;
+    losses = numbers_in<double>(archive, "losses");
+    scales = numbers_in<double>(archive, "scales");
+    skipped = numbers_in<int64_t>(archive, "skipped");
+    archive.read("seconds", saved);
+    seconds = saved.toDouble();
   }
 };
 
@@ -263,7 +257,7 @@ int main(int argc, char** argv) {
   int code = 2;  // exit status for wrong arguments or files
   try {
     Options options = read_command_line({argv + 1, argv + argc});
-    const c10::IValue start = amp_ext::load_state(options["start"]);
+    const c10::IValue start = read(options["start"]);
     Training training(start);
     if (!options["--resume"].empty()) training.load(options["--resume"]);
     const int steps = static_cast<int>(entry(start, "steps").toInt());

@@ -236,26 +236,6 @@ def build_program(sanitizers: str = "") -> Path:
     return build_programs([([EMULATOR / "every_kernel.cu", *kernel_sources()], sanitizers)])[0]
 
 
-def build_threads(sanitizers: str) -> Path:
-    """Builds a program with the C++ library for CPUs, in which two threads run hooks.
-
-    The engines for AVX2 and AVX-512 are not watched, so run it with ``AMP_EXT_CPU_ISA=plain``.
-    """
-    includes, libraries = torch_flags()
-    sanitize = sanitizer_flags(sanitizers)
-    flags = [*FLAGS, "-fopenmp", f"-I{ROOT / 'tests' / 'cpp' / 'program'}", *includes]
-    sources = [file for file in host_sources() if file.stem != "python"]
-    sources += [united("libtorch", sorted(CSRC.glob("libtorch/*.cpp")))]
-    sources += [ROOT / "tests" / "cpp" / "threads.cpp"]
-    with alone():
-        jobs = [
-            (source, [*flags, "-O0"] if "avx" in source.stem else [*flags, "-O1", *sanitize])
-            for source in sources
-        ]
-        linking = [f for f in libraries if f != "-ltorch_python"]
-        return linked("threads", compiled_all(jobs), ["-fopenmp", *sanitize, *linking])
-
-
 if __name__ == "__main__":
     what, *options = sys.argv[1:]
     builders = {
@@ -263,6 +243,5 @@ if __name__ == "__main__":
         "cpu": build_cpu,
         "program": build_program,
         "tuning": build_tuning,
-        "threads": build_threads,
     }
     print(builders[what](*options))

@@ -24,8 +24,7 @@ Tables of test cases:
 * `ranks`: processes of distributed training.
 * `rank_checks_dtensors`, `rank_checks_watching`, `rank_checks_models`: the checks of each rank.
 * `averages`: averages of weights that a test sets itself.
-* `call_scenarios`: lists of calls as plain values, which both Python and C++ can run.
-* `refused_calls`: calls that Python and C++ refuse, with the exception and its text.
+* `refused_calls`: calls that are refused, with the exception and its text.
 
 Injected failures:
 

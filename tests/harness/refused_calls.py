@@ -1,24 +1,71 @@
-"""The table of calls that Python and C++ refuse alike: what is done, the exception, and its text.
+"""The table of calls that are refused: what is done, the exception, and its text.
 
-A row adds a scenario of ``call_scenarios``, which a program in C++ does as well. Its text is that
-of Python. That of C++ is the same up to what came, which each prints as its own language does.
+A row is a scenario: the options of a "scaler", "options" of an "optimizer" and its "groups", which
+have numbers of parameters, the "dtype" of the parameters, and "calls", by name or with one
+argument.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import amp_ext
 from amp_ext.optim.options import defaults_of
-from harness.call_scenarios import ONE, Saved, Scenario
-from harness.optimizer_cases import CLASSES
+from harness.optimizer_cases import CLASSES, assert_same_bits, bits_of
 
+Scenario = dict[str, Any]
+Saved = dict[str, Any]
 Change = Callable[[Saved], Any]
 Row = tuple[str, Scenario]  # by the text of its refusal
+
+ONE = [{"params": [0]}]
+USUAL: Scenario = {"optimizer": "SGD", "options": {}, "groups": ONE, "scaler": {}, "calls": []}
+GRADIENTS: Mapping[str, Callable[[Tensor], Tensor | None]] = {
+    "none": lambda param: None,
+    "ones": lambda param: torch.ones_like(param),
+    "sparse": lambda param: torch.ones_like(param).to_sparse(),
+    "parameter": lambda param: param.detach(),
+}
+
+
+def do(scenario: Scenario) -> None:
+    """Does a scenario. A call that raises must leave optimizer and scaler as they were."""
+    row = {"dtype": "float32", **USUAL, **scenario}
+    dtype = getattr(torch, row["dtype"])
+    params = [torch.ones(2, dtype=dtype, requires_grad=True) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    package, _, name = row["optimizer"].rpartition(".")
+    kinds = torch.optim if package == "torch.optim" else amp_ext.optim
+    each = [group | {"params": [params[i] for i in group["params"]]} for group in row["groups"]]
+    optimizer = getattr(kinds, name)(each, **row["options"])
+    scaler = amp_ext.GradScaler("cpu", **row["scaler"])
+    implied = {"scale": [torch.ones(())], "step": [optimizer], "unscale_": [optimizer]}
+    for call, *arguments in row["calls"]:
+        owner, _, method = call.rpartition(".")
+        before, bits = scaler.state_dict(), bits_of(optimizer)
+        try:
+            if call == "norm_guard":
+                optimizer.norm_guard = amp_ext.optim.NormGuard(**arguments[0])
+            elif owner == "norm_guard":
+                getattr(optimizer.norm_guard, method)(*arguments)
+            elif call == "options":  # of the first group
+                optimizer.param_groups[0].update(*arguments)
+            elif call == "gradient":  # of the first parameter
+                params[0].grad = GRADIENTS[arguments[0]](params[0])
+            elif owner == "optimizer":
+                getattr(optimizer, method)(*arguments)
+            else:
+                getattr(scaler, method)(*implied.get(method, arguments))
+        except Exception:
+            assert scaler.state_dict() == before
+            assert_same_bits(optimizer, bits)
+            raise
 
 
 def scaler(*calls: str | tuple[str, Any], **options: Any) -> Scenario:
@@ -341,7 +388,7 @@ RANGES = {
     "mean": "a finite number of at least 0",
     "variance": "a finite number of at least 0",
 }
-LONG = 2**62  # of 8 bytes, as the reader of torch's files wants those beyond int32
+LONG = 2**62
 
 
 def wrong_betas(kind: str) -> list[tuple[float, ...]]:

@@ -20,9 +20,14 @@ PLACES = [
     ),
     ("amp_ext/ops.py", r'^    "{operation}",$', '"{operation}", to __all__'),
     (
-        "amp_ext/include/amp_ext/optim.h",
-        r"X\({name}, ",
-        "X({name}, {name}), to AMP_EXT_FOR_EACH_OPTIMIZER_CLASS",
+        "amp_ext/include/amp_ext/amp_ext.h",
+        r"^using {name} = FusedOptimizer<{name}Options>;$",
+        "using {name} = FusedOptimizer<{name}Options>;",
+    ),
+    (
+        "tests/programs/test_cpp.py",
+        r'^    "\S.*": \(\s*"{name}",',
+        '"{key}": ("{name}", "float32", {{}}), to CASES',
     ),
     (
         "tests/harness/list_operations.py",

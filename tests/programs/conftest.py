@@ -89,7 +89,7 @@ class Program:
         process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write("\t".join(command) + "\n")
+        process.stdin.write(" ".join(command) + "\n")
         process.stdin.flush()
         text = ""
         for line in process.stdout:

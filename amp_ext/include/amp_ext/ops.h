@@ -82,4 +82,13 @@ AMP_EXT_API void step_(const StepLists& lists, const Group<Hyperparameters>& opt
                        const GradientOptions& gradient_options,
                        const StepNames& names = names_of<Hyperparameters>());
 
+// Runs one step over parameter groups that have options of their own. `max_grad_norm` clips the
+// norm over all groups, which may be on several devices. Errors name tensors by their groups:
+// "AdamW: exp_avg of group 0, param 3".
+template <typename Hyperparameters>
+AMP_EXT_API void step_groups_(const std::vector<std::vector<StepParam>>& groups,
+                              const std::vector<Group<Hyperparameters>>& options,
+                              const GradientOptions& gradient_options,
+                              const std::string& operation);
+
 }  // namespace amp_ext

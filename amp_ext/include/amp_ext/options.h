@@ -53,6 +53,27 @@ struct AMP_EXT_API StepLists {
   OptionalTensorList exponents;
 };
 
+// The state tensors of one parameter in a step. What a parameter lacks is undefined.
+struct AMP_EXT_API ParamState {
+  // Buffers such as exp_avg, of the parameter's shape. 8-bit buffers are int8 (ratios) or uint8
+  // (quantized in blocks along the parameter's memory).
+  TensorList buffers;
+  at::Tensor master_param;  // float32 of the parameter's shape, or the residual of a split master
+  at::Tensor step;          // float32, one element
+  at::Tensor exponents;     // uint8, one for each block of the blockwise quantized buffer
+};
+
+// One parameter in a step over groups.
+struct AMP_EXT_API StepParam {
+  at::Tensor param;
+  at::Tensor grad;  // if undefined, the parameter is left out
+  ParamState state;
+  // True if the parameter was not written since its float32 master weight was, so that the step
+  // need not compare them.
+  bool master_is_current = false;
+  int64_t global_offset = 0;  // as in StepLists
+};
+
 // Options of an average of weights.
 struct AMP_EXT_API AverageOptions {
   // Weight of the old average at each update; if nullopt, the plain mean of all weights so far.
