@@ -84,12 +84,12 @@ if TYPE_CHECKING:
     GradientRelease = _C.GradientRelease
     Plan = _C.Plan
     PlanAnswer = _C.PlanAnswer
-    WeightAverages = _C.WeightAverages
 
 __all__ = [
     "OptimizerType",
     "OptimizerWorkspace",
     "adam_",
+    "average_params_",
     "check_finite_",
     "clip_grads_",
     "count_nonfinite",
@@ -485,6 +485,39 @@ def refresh_masters_(params: Sequence[Tensor], master_params: Sequence[Tensor]) 
         RuntimeError: If lists differ in length, or tensors in shape or device.
     """
     _C.refresh_masters_(params, master_params)
+
+
+@operation(writes=("averages",))
+def average_params_(
+    averages: Sequence[Tensor],
+    params: Sequence[Tensor],
+    weight: Tensor,
+    number: Tensor,
+    *,
+    residuals: Sequence[Tensor] | None = None,
+    global_offsets: Sequence[int] | None = None,
+) -> None:
+    """Moves averages towards parameters: ``average += weight * (param - average)``.
+
+    Args:
+        averages: Averages of the parameters' shapes, float32, or bfloat16, which is dithered.
+            Dense. Updated in place.
+        params: Parameters, or their float32 masters. Only read.
+        weight: One float64 on the device of the averages, such as 1 - decay. 0 changes nothing, for
+            example after a skipped step.
+        number: One float64, the number of this average. The first one, 1, copies the parameters.
+            The dithering varies with the number.
+        residuals: Residuals of split masters from :func:`split_fp32`, and an empty tensor for each
+            parameter without one; or None. The joined masters are averaged.
+        global_offsets: For shards, the index of each shard's first element in the full tensor.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape or device.
+
+    Reference:
+        Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+    """
+    _C.average_params_(averages, params, weight, number, residuals, global_offsets)
 
 
 # The modules of these functions import amp_ext.ops, so amp_ext.ops imports them last.

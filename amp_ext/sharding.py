@@ -16,6 +16,7 @@ from amp_ext.nonfinite import check_params, params_of
 __all__ = [
     "ShardedOver",
     "all_reduce_flags",
+    "any_dtensors",
     "check_guard",
     "check_process_group",
     "global_offset",
@@ -34,6 +35,12 @@ def is_dtensor(tensor: Any) -> bool:
     """Returns True for a DTensor. Does not import ``torch.distributed.tensor``."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_dtensors(tensors: Iterable[Any]) -> bool:
+    """Returns True if one of the tensors is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(each, module.DTensor) for each in tensors)
 
 
 def is_flattened(param: Tensor) -> bool:

@@ -120,14 +120,13 @@ struct StepLaunch {
   bool may_take_fast_path = true;  // allow the fast CUDA kernels, which give the same bits
 };
 
-// One update of the averages of many weights. `param` is the weight, `master_param` its residual,
-// and the first buffer is the average.
+// One update of many averages. `param` is the weight, `master_param` its residual, and the first
+// buffer is the average.
 struct AverageLaunch {
   const KernelTensorArgs* all_args;  // [count]
   int64_t count;
-  AverageHyperparameters hyperparameters;
-  AverageCounters* counters;  // [1], advanced after all averages are written
-  const float* step_applied;  // [1], 0 if the step was skipped; null: it was applied
+  const double* weight;  // [1], how far the averages move: 0 not at all, 1 to the weights
+  const double* number;  // [1], the number of this average; the first one, 1, copies the weights
 };
 
 // One scan of gradients, which are only read.

@@ -311,6 +311,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} are in host memory. Call remove() of the offload first."
             )
 
+    def check_weights_are_in(self, operation: str) -> None:
+        """Raises an error if the parameters hold their averages.
+
+        Args:
+            operation: Start of the error.
+        """
+        if self._plan.averages_are_in:
+            raise RuntimeError(
+                f"{operation}: the parameters hold their averages, because a WeightAverage.swap() "
+                "is active. Leave the swap first."
+            )
+
     # Masters.
 
     def refresh_masters(self) -> None:
@@ -325,7 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If averages of the weights are in the parameters.
         """
-        self._plan.compiled.check_not_swapped_in("refresh_masters")
+        self.check_weights_are_in(f"{type(self).__name__}.refresh_masters")
         self._check_params("refresh_masters")
         if self.offload is not None:
             self.offload.refresh_masters()
@@ -498,6 +510,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 launches, or the params of a group are not the same when read twice.
             TypeError, ValueError: If an option or the params of a group are invalid.
         """
+        if self._plan.averages_are_in:
+            self.check_weights_are_in(f"{type(self).__name__}.{operation}")
         answer = method(self._plan, self, *arguments)
         if answer is not self._plan.must_register:
             return answer
@@ -749,7 +763,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError, ValueError: If the params of a group can't be read twice, or a state belongs
                 to no parameter of a group.
         """
-        self._plan.compiled.check_not_swapped_in("state_dict")
+        self.check_weights_are_in(f"{type(self).__name__}.state_dict")
         self._check_params("state_dict")
         if self.offload is not None:
             self.offload.synchronize()
@@ -775,7 +789,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 missing. Nothing has been changed after any error. An interrupt leaves the optimizer
                 loaded completely or unchanged.
         """
-        self._plan.compiled.check_not_swapped_in("load_state_dict")
+        self.check_weights_are_in(f"{type(self).__name__}.load_state_dict")
         check_is_dict(operation_of(self), state_dict)
         if self.offload is not None:
             self._check_params("load_state_dict")
@@ -798,7 +812,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents for a pickle or a copy, including a failure of an earlier step."""
-        self._plan.compiled.check_not_swapped_in("__getstate__")
+        self.check_weights_are_in(f"{type(self).__name__}.__getstate__")
         state: dict[str, Any] = super().__getstate__()
         if self._plan.compiled.failure:
             state["_progress"] = self._plan.compiled.failure

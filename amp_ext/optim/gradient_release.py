@@ -180,6 +180,8 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        if optimizer._plan.averages_are_in:
+            optimizer.check_weights_are_in(f"{self._name}: a step in the backward pass")
         offload, plan = optimizer.offload, optimizer._plan.compiled
         if optimizer.track_grad_norms and param.grad is not None:
             scale = None if self._scaler is None else self._scaler._scale

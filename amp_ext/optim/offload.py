@@ -36,7 +36,6 @@ from amp_ext.optim.host_buffers import (
 from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
 from amp_ext.optim.state_store import PlacedParam, init_states
 from amp_ext.optim.transport import CudaTransport, Transport, available_host_memory
-from amp_ext.optim.weight_average import has_average
 from amp_ext.sharding import is_dtensor, is_flattened
 
 __all__ = ["OffloadedStates", "offload_states"]
@@ -626,7 +625,7 @@ class OffloadedStates:
         wrong = None
         if optimizer.offload is not None:
             wrong = "its states are offloaded already. Call remove() of the first offload before"
-        elif has_average(optimizer):
+        elif optimizer._plan.weight_averages:
             wrong = "it has a WeightAverage, which reads the states. Call average.remove() first"
         elif optimizer._plan.compiled.failure:
             wrong = "an earlier step failed. Load a checkpoint into the model and the optimizer"

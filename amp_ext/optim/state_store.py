@@ -32,11 +32,11 @@ __all__ = [
     "PlacedParam",
     "States",
     "check_flattened",
-    "existing_master",
     "float32_state",
     "fp32_master",
     "init_states",
     "loaded_state",
+    "masters_in",
 ]
 
 
@@ -222,21 +222,8 @@ def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, An
     return found | {key: placed.laid_out(key, part) for key, part in parts.items()}
 
 
-def existing_master(param: Tensor, state: Mapping[str, Any]) -> Tensor | None:
-    """Returns this rank's shard of a master; formats that no kernel can use become float32.
-
-    Args:
-        param: The parameter.
-        state: State of the parameter.
-
-    Returns:
-        The float32 master, or the residual of a split master; None if there is no master.
-    """
-    parts = {key: local_tensor(master) for key, master in _masters_in(state).items()}
-    return ops.existing_master(local_tensor(param.detach()), parts)
-
-
-def _masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def masters_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the float32 master or the residual in a state, by its key."""
     return {key: state[key] for key in ops.MASTER_KEYS if state.get(key) is not None}
 
 
@@ -247,7 +234,7 @@ def fp32_master(param: Tensor, state: Mapping[str, Any]) -> Tensor:
         param: The parameter. If it has no master, the parameter itself is returned.
         state: State of the parameter.
     """
-    masters = _masters_in(state)
+    masters = masters_in(state)
     part = local_tensor(param.detach())
     parts = {key: local_tensor(master) for key, master in masters.items()}
     made = ops.fp32_master(part, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.amp_protocol import GradScan, to_device
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Local, PlacedParam, States, existing_master, init_states
+from amp_ext.optim.state_store import Local, PlacedParam, States, init_states
 from amp_ext.sharding import (
     ShardedOver,
     global_offset,
@@ -91,6 +92,9 @@ class StepPlan:
         #: step, one float32 for each of :attr:`params`, or None.
         self.tracks_grad_norms = False
         self.grad_norms: Tensor | None = None
+        #: The averages that follow the steps, and whether one of them is in the parameters now.
+        self.weight_averages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.averages_are_in = False
         self._name, self._description = optimizer, description
         self._set(ShardedOver(), [], [])
 
@@ -225,21 +229,6 @@ class StepPlan:
             (index, local_tensor(param), local_grad(param, name))
             for index, param, name in self._dtensors
         ]
-
-    def masters_of(self, states: dict[Any, Any], indices: list[int]) -> dict[int, Tensor]:
-        """Returns this rank's shards of the existing masters, keyed by the index of the parameter.
-
-        Args:
-            states: The states of the optimizer.
-            indices: Indices of parameters in the plan.
-        """
-        masters: dict[int, Tensor] = {}
-        for index in indices:
-            param = self._placed_params[index].param
-            master = existing_master(param, states[param]) if param in states else None
-            if master is not None:
-                masters[index] = master
-        return masters
 
     def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
         """Initializes missing states of parameters, but does not store them in the optimizer.

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.plain_numbers import plain
+from amp_ext.optim.state_store import masters_in
+from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.saved_dicts import check_is_dict
-from amp_ext.sharding import is_dtensor, is_flattened, laid_out_as, local_tensor
+from amp_ext.sharding import (
+    any_dtensors,
+    global_offset,
+    is_dtensor,
+    is_flattened,
+    laid_out_as,
+    local_tensor,
+)
 
-__all__ = ["WeightAverage", "has_average"]
+__all__ = ["WeightAverage"]
 
-_PREFIX = "module."  # before each parameter name in files of AveragedModel
-
-_averages: weakref.WeakSet[WeightAverage] = weakref.WeakSet()  # all existing averages
-
-
-def _argument(name: str, meaning: str) -> property:
-    """Returns a read-only property for an argument of the constructor."""
-    return property(lambda average: average._arguments[name], doc=meaning)
+_NO_RESIDUAL = torch.empty(0)
+_RESIDUALS = {  # keys of residuals by the dtype of their parameters
+    torch.float16: ("master_low_fp16", "master_low8_fp16"),
+    torch.bfloat16: ("master_low_bf16", "master_low8_bf16"),
+}
+Lists = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their averages
 
 
 class WeightAverage:
@@ -56,12 +62,12 @@ class WeightAverage:
         with average.swap():
             validate(model)
 
-    The arguments are read-only properties.
+    The arguments are attributes. ``decay``, ``every`` and ``warmup`` may be set between steps.
 
     Reference:
         Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; with
         ``decay="equal"`` Izmailov et al., "Averaging Weights Leads to Wider Optima and Better
-        Generalization", 2018.
+        Generalization", 2018. The decay warms up as in TensorFlow's ExponentialMovingAverage.
     """
 
     def __init__(
@@ -86,108 +92,161 @@ class WeightAverage:
             model: The model with the parameters, or None. It provides their names, and the buffers
                 and frozen parameters, for :meth:`copy_to` and files of torch's ``AveragedModel``.
                 :meth:`swap` needs it to reach parameters that ``fully_shard`` has gathered.
-            warmup: Limits the decay to (1 + n) / (10 + n) after n averages, so that it grows.
+            warmup: Limits the decay of the n-th average to n / (9 + n), so that it grows.
 
         Raises:
-            TypeError: If the optimizer is not one of ``amp_ext.optim``, or an argument has a wrong
-                type.
-            ValueError: If an argument is out of range, or the model lacks a parameter.
+            TypeError: If the optimizer is not one of ``amp_ext.optim``.
+            ValueError: If another argument can't be used, or the model lacks a parameter.
             RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel
-                supports.
+                supports, or if the states of the optimizer are offloaded.
         """
-        _check_optimizer(optimizer)
+        if not isinstance(optimizer, FusedOptimizer):
+            raise TypeError(
+                "WeightAverage: optimizer must be one of amp_ext.optim, such as AdamW, got "
+                f"{type(optimizer)}. If this is a wrapper, pass the optimizer inside."
+            )
         decay, every = plain(decay), plain(every)
-        if decay != "equal":
-            _check("decay", decay, (float, int), 'a number or "equal"')
-        _check("every", every, int, "an int")
-        _check("dtype", dtype, torch.dtype, "torch.float32 or torch.bfloat16")
-        _check("warmup", warmup, bool, "a bool")
+        is_decay = decay == "equal" or (is_number(decay) and 0 <= decay <= 1)  # type: ignore[operator]
+        for name, value, fits, wanted in (
+            ("decay", decay, is_decay, 'a number from 0 to 1 or "equal"'),
+            ("every", every, is_count(every), "an int of at least 1"),
+            ("dtype", dtype, dtype in (torch.float32, torch.bfloat16), "torch.float32 or bfloat16"),
+            ("model", model, isinstance(model, nn.Module | None), "a torch.nn.Module or None"),
+            ("warmup", warmup, not (warmup and decay == "equal"), 'False where decay is "equal"'),
+        ):
+            if not fits:
+                raise ValueError(f"WeightAverage: {name} must be {wanted}, got {value!r}")
+        optimizer.check_weights_are_in("WeightAverage")
+        optimizer._check_not_offloaded("WeightAverage")
+        self.optimizer, self.decay, self.every = optimizer, decay, every
+        self.dtype, self.model, self.warmup = dtype, model, warmup
+        self._averages: dict[Tensor, Tensor] = {}  # this rank's shards, by parameter
+        self._joined: set[Tensor] = set()  # whose averages start again after the next step
+        with outside_inference_mode():
+            # The numbers of applied steps and of averages.
+            self._counts = torch.zeros(2, dtype=torch.float64, device=optimizer._first_device())
+        self._begin()
+        self._joined = set()
         if model is not None:
-            _check("model", model, nn.Module, "a torch.nn.Module or None")
-        self._arguments: dict[str, Any] = {
-            "optimizer": optimizer,
-            "decay": decay,
-            "every": every,
-            "dtype": dtype,
-            "model": model,
-            "warmup": warmup,
-        }
-        _check_not_lazy(optimizer)
-        number = None if decay == "equal" else float(decay)
-        self._averages = ops.WeightAverages(number, every, warmup, dtype)
-        self._params: list[Tensor] = []
-        self._call_on_averages("take_average")
-        if model is not None:
-            self._check_model("WeightAverage", model)
+            self._by_name("WeightAverage")
         optimizer.track_step_applied()
         self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
-        self._is_removed = False
-        _averages.add(self)
-
-    optimizer = _argument("optimizer", "The optimizer whose weights are averaged.")
-    decay = _argument("decay", 'The decay of the average, or "equal" for equal weights.')
-    every = _argument("every", "The number of applied steps between two updates of the average.")
-    dtype = _argument("dtype", "The dtype of the averages.")
-    model = _argument("model", "The model that gives the parameters their names, or None.")
-    warmup = _argument("warmup", "Whether the decay grows at the start.")
-
-    def __repr__(self) -> str:
-        """Returns the arguments, with the class names of the optimizer and the model."""
-        arguments = {
-            name: type(value).__name__ if name in ("optimizer", "model") and value else repr(value)
-            for name, value in self._arguments.items()
-        }
-        return f"WeightAverage({', '.join(f'{each}={arguments[each]}' for each in arguments)})"
-
-    def _reads(self, optimizer: FusedOptimizer) -> bool:
-        return self.optimizer is optimizer and not self._is_removed
-
-    def _register_params(self) -> None:
-        """Registers the optimizer's present parameters, if they have changed."""
-        if [*map(id, params_of(self.optimizer))] != [*map(id, self._params)]:
-            _check_not_lazy(self.optimizer)
-            self._call_on_averages("register_average")
-
-    def _call_on_averages(self, operation: str) -> None:
-        """Makes the optimizer run an operation on the averages of its present parameters."""
-        self.optimizer._check_not_offloaded(f"WeightAverage: {operation}")
-        before = self._averages.registrations
-        method = getattr(self.optimizer._plan.compiled, operation)
-        self.optimizer._call_plan(operation, method, self._averages)
-        # Keeps the parameters alive, because the compiled averages store only their addresses.
-        if self._averages.registrations != before:
-            self._params = params_of(self.optimizer)
-
-    def _check_model(self, operation: str, model: nn.Module) -> None:
-        _reshard(model)
-        known = set(map(id, model.parameters()))
-        for index, param in enumerate(self._params):
-            if id(param) not in known:
-                raise ValueError(
-                    f"{operation}: model must have all parameters of the optimizer, got one "
-                    f"without param {index}, of shape {list(param.shape)}"
-                )
+        optimizer._plan.weight_averages.add(self)
 
     def remove(self) -> None:
         """Stops the updates of the average."""
         self._hook.remove()
-        self._is_removed = True
+        self.optimizer._plan.weight_averages.discard(self)
+
+    # Updates.
+
+    @outside_inference_mode()
+    def _begin(self, restarted: Collection[Tensor] = ()) -> None:
+        """Starts the averages of new and of restarted parameters, and drops those that left."""
+        averages, begun = {}, {}
+        for param in params_of(self.optimizer):
+            average, part = self._averages.get(param), local_tensor(param)
+            if average is None or param in restarted:
+                if average is None or average.shape != part.shape or average.device != part.device:
+                    average = torch.empty_like(part, dtype=self.dtype, requires_grad=False)
+                begun[param] = average
+            averages[param] = average
+        one = torch.ones((), dtype=torch.float64)
+        self._move(_by_device(begun), one, one, begins=True)
+        self._averages, self._joined = averages, set(begun)
+        self._lists = _by_device(averages)
+
+    def _begin_if_changed(self) -> None:
+        params = params_of(self.optimizer)
+        known = self._averages
+        if len(params) != len(known) or not all(map(operator.is_, params, known)):
+            self._begin(self._joined)
+
+    def _update(self) -> None:
+        """Moves the averages towards the weights after a step, unless it was skipped."""
+        self._begin_if_changed()
+        if self._joined:
+            self._begin(self._joined)
+            self._joined = set()
+        applied = self.optimizer.step_applied  # 1 or 0, on the device
+        if applied is None:  # there are no parameters
+            return
+        self._counts = self._counts.to(applied.device)
+        if self.every == 1:
+            self._counts += applied
+        else:
+            self._counts[0] += applied
+            applied = applied * (self._counts[0] % self.every == 0)
+            self._counts[1] += applied
+        number = self._counts[1]
+        decay: Any = self.decay
+        if decay == "equal":
+            weight = applied.double() / number.clamp(min=1)
+        elif self.warmup:
+            weight = applied.double() * (1 - (number / (9 + number)).clamp(max=decay))
+        else:
+            weight = applied.double() * max(1 - decay, 1e-300)  # 0 would be a skipped step
+        self._move(self._lists, weight, number)
+
+    def _move(self, lists: Lists, weight: Tensor, number: Tensor, begins: bool = False) -> None:
+        """Moves averages towards the weights of their parameters."""
+        states, is_released = self.optimizer.state, self.optimizer.gradient_release is not None
+        for device, (params, averages) in lists.items():
+            weights, residuals, offsets = [*params], [_NO_RESIDUAL] * len(params), None
+            if are_sharded := any_dtensors(params):
+                weights = [local_tensor(param) for param in params]
+                offsets = [global_offset(param) if is_dtensor(param) else 0 for param in params]
+            for index, param in enumerate(params):
+                state = states.get(param) if param.dtype in _RESIDUALS else None
+                if not state:
+                    continue
+                master, part = state.get("master_param"), weights[index]
+                if master is None:
+                    low, low8 = _RESIDUALS[param.dtype]
+                    residual = state.get(low, state.get(low8, _NO_RESIDUAL))
+                    residuals[index] = local_tensor(residual) if are_sharded else residual
+                    continue
+                weights[index] = master = local_tensor(master) if are_sharded else master
+                # A step with a gradient leaves an up-to-date master. Otherwise the parameter may
+                # have been written since, and then replaces it, as it would in its next step.
+                if begins or (param.grad is None and not is_released):
+                    is_current = master.to(part.dtype) == part
+                    weights[index] = torch.where(is_current, master, part.detach())
+            ops.average_params_(
+                averages,
+                weights,
+                weight.to(device),
+                number.to(device),
+                residuals=residuals,
+                global_offsets=offsets,
+            )
 
     @property
     def averages(self) -> list[Tensor]:
         """The averages in the order of the optimizer's parameters. Later steps overwrite them."""
-        self._register_params()
-        pairs = zip(self._params, self._averages.averages, strict=True)
-        return [laid_out_as(param, average) for param, average in pairs]
+        self._begin_if_changed()
+        return [laid_out_as(param, average) for param, average in self._averages.items()]
 
     @property
     def n_averaged(self) -> Tensor:
-        """Number of averages taken, one int64 on the device. Later steps overwrite it."""
-        return self._counters()[1]
+        """Number of averages taken so far, one int64 on the device."""
+        return self._counts[1].long()
 
-    def _counters(self) -> Tensor:
-        counters = self._averages.counters
-        return torch.zeros(2, dtype=torch.int64) if counters is None else counters
+    def restart(self) -> None:
+        """Restarts the averages with the present weights; the next average is a copy again.
+
+        Call this also after parameters have changed their shape or device. Until you do, each step
+        updates the parameters, but then the hook of the average raises an error.
+
+        Raises:
+            RuntimeError: If averages of this optimizer are in its parameters.
+        """
+        self.optimizer.check_weights_are_in("WeightAverage.restart")
+        self._begin({*params_of(self.optimizer)})
+        self._joined = set()
+        self._counts.zero_()
+
+    # Uses.
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
@@ -206,32 +265,66 @@ class WeightAverage:
                 FullyShardedDataParallel flattens the parameters, because its modules compute with
                 copies. Inside the block, steps and scans of the optimizer, ``state_dict`` of the
                 optimizer and the average, ``refresh_masters`` and ``restart`` raise this error,
-                too. The error is also raised at the end of the block if a parameter has got another
-                dtype, shape or device; all other parameters are restored then.
+                too. At the end of the block, if a parameter has got another shape; all other
+                parameters are restored then.
         """
-        self._averages.check_not_swapped("WeightAverage.swap")
-        for index, param in enumerate(params_of(self.optimizer)):
-            if is_flattened(param):
-                raise RuntimeError(
-                    f"WeightAverage.swap: param {index} was flattened by "
-                    "FullyShardedDataParallel. Use fully_shard instead."
-                )
+        optimizer, averages = self.optimizer, self.averages
+        optimizer.check_weights_are_in("WeightAverage.swap")
+        params = [*self._averages]
+        if any(map(is_flattened, params)):
+            raise RuntimeError(
+                "WeightAverage.swap: FullyShardedDataParallel has flattened the parameters. Use "
+                "fully_shard instead."
+            )
+        parts = [local_tensor(param) for param in params]
+        states = [optimizer.state.get(param, {}) for param in params]
+        residuals = [
+            local_tensor(residual)
+            for state in states
+            for key, residual in masters_in(state).items()
+            if key != "master_param"
+        ]
+        with outside_inference_mode():
+            saved = [(each, each.clone()) for each in (*parts, *residuals)]
+        versions = [part._version for part in parts]
+        optimizer._plan.averages_are_in = True
         try:
-            self._call_on_averages("swap_average")
-            _reshard(self.model)
+            with torch.no_grad():
+                for part, average in zip(parts, averages, strict=True):
+                    part.copy_(local_tensor(average))
+                for residual in residuals:
+                    residual.zero_()  # the master equals the parameter
+            self._forget_casts()
             yield
         finally:
-            try:
-                self.optimizer._plan.compiled.swap_back(self._averages)
-            finally:
-                _reshard(self.model)
+            changed = [each.shape != before.shape for each, before in saved]
+            with torch.no_grad():
+                for (each, before), is_changed in zip(saved, changed, strict=True):
+                    if not is_changed:
+                        each.copy_(before)
+            # Versions are read after all writes, because views of one tensor share a version.
+            ended = zip(params, parts, versions, strict=True)
+            writes = {id(param): part._version - version for param, part, version in ended}
+            optimizer._plan.compiled.forget_writes(writes)
+            optimizer._plan.averages_are_in = False
+            self._forget_casts()
+            if any(changed):
+                raise RuntimeError(
+                    f"WeightAverage.swap: param {changed.index(True)} got another shape, so it was "
+                    "not restored. Convert the model outside the swap."
+                )
+
+    def _forget_casts(self) -> None:
+        """Lets autocast cast the parameters again, and ``fully_shard`` gather them again."""
+        torch.clear_autocast_cache()
+        _reshard(self.model)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Copies the averages, and all other parameters and buffers, into another model.
+        """Copies the averages, and all buffers and frozen parameters, into another model.
 
-        Parameters that belong to another average are not copied, so that the averages of several
-        optimizers of one model can be copied one after the other.
+        Other parameters of ``self.model``, such as those of another optimizer, are not copied, so
+        that the averages of several optimizers can be copied one after the other.
 
         Statistics that layers such as BatchNorm have collected are those of the training weights;
         ``torch.optim.swa_utils.update_bn(loader, model)`` recomputes them.
@@ -243,44 +336,22 @@ class WeightAverage:
                 ``model`` are not, all ranks must call this together.
 
         Raises:
-            TypeError: If ``model`` is not a module.
-            ValueError: If the names or shapes differ, ``self.model`` lacks a parameter of the
-                optimizer, the ``state_dict()`` of a model has a copy of a parameter with another
-                name or shape than the parameter, or only the parameters of ``model`` are sharded.
+            ValueError: If ``model`` lacks a name or has another shape under it, ``self.model``
+                lacks a parameter of the optimizer, or only the parameters of ``model`` are sharded.
                 Nothing has been written then.
             RuntimeError: If the average was constructed without ``model``.
         """
-        operation = "WeightAverage.copy_to"
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{operation}: model must be a torch.nn.Module, got {_class_of(model)}")
-        contents, contents_there = self._named(operation), _contents_of(model)
-        ours, copies = contents.tensors, contents.copies
-        entries = self._averaged(ours)
-        target, copies_there = contents_there.tensors, contents_there.copies
-        names = dict(zip(_matching_names([*entries], [*target]), entries, strict=True))
-        target = {names.get(name, name): each for name, each in target.items()}
-        copies_there = {names.get(name, name) for name in copies_there}
-        for name in [*entries, *target]:
-            wanted, got = _shape_under(name, entries), _shape_under(name, target)
-            if wanted != got:
-                raise ValueError(f"{operation}: {name} of model must be {wanted}, got {got}")
-            if is_dtensor(target[name]) and not is_dtensor(entries[name]):
-                raise ValueError(
-                    f"{operation}: {name} of model must be {_layout(entries[name])}, got "
-                    f"{_layout(target[name])}"
-                )
-        for name in sorted(copies_there - copies):
-            raise ValueError(
-                f"{operation}: {name} of model must be a parameter or buffer in state_dict(), got "
-                "a copy"
-            )
-        of_others = {id(param) for average in _averages for param in average._params}
-        of_others -= set(map(id, self._params))
-        for name, each in target.items():
-            if id(ours[name]) not in of_others:
-                average: Any = entries[name]
-                is_whole = is_dtensor(each) or not is_dtensor(average)
-                each.detach().copy_(average if is_whole else average.full_tensor())
+        averages, copies = self._by_name("WeightAverage.copy_to"), []
+        theirs = _bare(_tensors_of(model))
+        for name, each in _bare(_tensors_of(self.model)).items():
+            if name in averages or not each.requires_grad:
+                source: Any = averages.get(name, each)
+                target: Any = theirs.get(name)
+                is_whole = is_dtensor(source) and not is_dtensor(target)
+                _check_layout(f"WeightAverage.copy_to: {name} of model", source, target, is_whole)
+                copies.append((target, source, is_whole))
+        for target, source, is_whole in copies:
+            target.copy_(source.full_tensor() if is_whole else source)
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """Returns a state dict for ``torch.optim.swa_utils.AveragedModel(model)``.
@@ -295,41 +366,35 @@ class WeightAverage:
 
         Raises:
             RuntimeError: If the average was constructed without ``model``, or is swapped in.
-            ValueError: If the model lacks a parameter of the optimizer, or its ``state_dict()`` has
-                a copy of a parameter with another name or shape than the parameter.
+            KeyError: If ``state_dict()`` of the model lacks a parameter of the optimizer.
+            ValueError: If the model lacks a parameter of the optimizer.
         """
         operation = "WeightAverage.averaged_state_dict"
-        self._averages.check_not_swapped(operation)
-        contents = self._named(operation)
-        averaged = self._averaged(contents.tensors) | contents.extra_states
-        named = {_PREFIX + name: each for name, each in averaged.items()}
-        return {"n_averaged": self.n_averaged, **named}
+        self.optimizer.check_weights_are_in(operation)
+        averages, model = self._by_name(operation), self.model
+        assert model is not None
+        state = model.state_dict()
+        names = dict(zip(_bare(state), state, strict=True))
+        _check_keys(f"{operation}: state_dict() of model", names, averages)
+        named = {names[name]: average for name, average in averages.items()}
+        entries = {"module." + name: named.get(name, each) for name, each in state.items()}
+        return {"n_averaged": self.n_averaged, **entries}
 
-    def _named(self, operation: str) -> _Contents:
-        """Returns the contents of the model; raises if it lacks a parameter of the optimizer."""
+    def _by_name(self, operation: str) -> dict[str, Tensor]:
+        """Returns the averages by the names that the parameters have in the model."""
         if self.model is None:
             raise RuntimeError(
                 f"{operation}: this average has no model, so its parameters have no names. "
                 "Construct it as WeightAverage(optimizer, model=model)."
             )
-        self._register_params()
-        self._check_model(operation, self.model)
-        contents = _contents_of(self.model)
-        found = set(map(id, contents.tensors.values()))
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        for index, param in enumerate(self._params):
-            if id(param) not in found:
-                raise ValueError(
-                    f"{operation}: state_dict() of model lacks param {index}, "
-                    f"{names[id(param)]!r} of shape {list(param.shape)}. Remove the hook that "
-                    "changes state_dict(), or use fully_shard."
-                )
-        return contents
+        _reshard(self.model)
+        tensors, found = _bare(_tensors_of(self.model)), self.averages
+        averages = dict(zip(map(id, self._averages), found, strict=True))
+        if averages.keys() - map(id, tensors.values()):
+            raise ValueError(f"{operation}: model must have all parameters of the optimizer")
+        return {name: averages[id(p)] for name, p in tensors.items() if id(p) in averages}
 
-    def _averaged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors with each of the optimizer's parameters replaced by its average."""
-        averages = dict(zip(map(id, self._params), self.averages, strict=True))
-        return {name: averages.get(id(each), each.detach()) for name, each in tensors.items()}
+    # Files.
 
     def state_dict(self) -> dict[str, Any]:
         """Returns averages and counts, without the arguments. The tensors are not copied.
@@ -341,11 +406,11 @@ class WeightAverage:
         Raises:
             RuntimeError: If the averages are swapped in.
         """
-        self._averages.check_not_swapped("WeightAverage.state_dict")
-        averages, counters = self.averages, self._counters()
-        state = {"averages": averages, "steps": counters[0], "n_averaged": counters[1]}
-        joined = self._averages.joined
-        return {**state, "joined": joined} if joined else state
+        self.optimizer.check_weights_are_in("WeightAverage.state_dict")
+        steps, n_averaged = self._counts.long().unbind()
+        state = {"averages": self.averages, "steps": steps, "n_averaged": n_averaged}
+        joined = [index for index, param in enumerate(self._averages) if param in self._joined]
+        return state | ({"joined": joined} if joined else {})
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -358,68 +423,45 @@ class WeightAverage:
 
         Raises:
             KeyError: If an entry is missing.
-            TypeError: If ``state_dict`` is not a dict, the averages are not a list of
-                floating-point tensors, or a count or an index is not an integer.
-            ValueError: If averages have other shapes or placements than the parameters, there are
-                more averages than steps, or the model lacks a parameter. After any error nothing
-                has changed.
+            TypeError: If ``state_dict`` is not a dict, or a count is not an integer.
+            ValueError: If the averages do not fit the parameters, there are more averages than
+                steps, or the model lacks a parameter. After any error nothing has changed.
             RuntimeError: If the averages are swapped in, or the file is one of ``AveragedModel``
                 and the average has no ``model``.
         """
         operation = "WeightAverage.load_state_dict"
         check_is_dict(operation, state_dict)
-        self._averages.check_not_swapped(operation)
-        self._register_params()
-        if any(str(name).startswith(_PREFIX) for name in state_dict):
-            named = self._named(operation).tensors
-            names_of = {id(each): name for name, each in named.items()}
-            ours = [_PREFIX + names_of[id(param)] for param in self._params]
-            saved = [str(name) for name in state_dict if str(name).startswith(_PREFIX)]
-            names = _matching_names(ours, saved)
-            _check_keys(operation, state_dict, ["n_averaged", *names])
-            averages = {name: state_dict[name] for name in names}
-            n_averaged = _unsharded(operation, "n_averaged", state_dict["n_averaged"])
-            steps, joined = n_averaged * self.every, []
-        else:
-            _check_keys(operation, state_dict, ["averages", "steps", "n_averaged"])
-            listed = state_dict["averages"]
-            if not isinstance(listed, (list, tuple)):
-                raise TypeError(
-                    f"{operation}: averages must be a list, got {type(listed).__name__}"
-                )
-            averages = {f"averages[{index}]": each for index, each in enumerate(listed)}
-            n_averaged = _unsharded(operation, "n_averaged", state_dict["n_averaged"])
-            steps = _unsharded(operation, "steps", state_dict["steps"])
-            joined = [
-                _unsharded(operation, "joined", each) for each in state_dict.get("joined", ())
-            ]
-        for name, average in averages.items():
-            if not isinstance(average, Tensor):
-                raise TypeError(f"{operation}: {name} must be a tensor, got {average!r}")
-        for (name, average), param in zip(averages.items(), self._params, strict=False):
-            wanted, got = _layout(param), _layout(average)
-            if wanted != got and (is_dtensor(param) or is_dtensor(average)):
-                raise ValueError(f"{operation}: {name} must be {wanted}, got {got}")
-        local = [local_tensor(average) for average in averages.values()]
-        self._averages.load(operation, local, steps, n_averaged, joined)
-
-    def restart(self) -> None:
-        """Restarts the averages with the present weights; the next average is a copy again.
-
-        Call this also after parameters have changed their dtype, shape or device. Until you do,
-        each step updates the parameters, but then the hook of the average raises an error.
-
-        Raises:
-            RuntimeError: If averages of this optimizer are in its parameters.
-        """
-        self._call_on_averages("restart_average")
+        self.optimizer.check_weights_are_in(operation)
+        ours, saved = self.averages, {str(name): each for name, each in state_dict.items()}
+        if any(name.startswith("module.") for name in saved):  # a file of AveragedModel
+            saved, wanted = _bare(saved), self._by_name(operation)
+            names = {id(each): name for name, each in _bare(_tensors_of(self.model)).items()}
+            _check_keys(f"{operation}: state_dict", saved, [*wanted, "n_averaged"])
+            saved["averages"] = [saved[names[id(param)]] for param in self._averages]
+            saved["steps"] = operator.index(saved["n_averaged"]) * self.every
+        _check_keys(f"{operation}: state_dict", saved, ["averages", "steps", "n_averaged"])
+        steps, n_averaged = operator.index(saved["steps"]), operator.index(saved["n_averaged"])
+        joined = {[*self._averages][index] for index in saved.get("joined", ())}
+        if not 0 <= n_averaged <= steps or len(saved["averages"]) != len(ours):
+            raise ValueError(
+                f"{operation}: state_dict must have averages of {len(ours)} parameters after at "
+                f"most as many averages as steps, got {len(saved['averages'])} after {n_averaged} "
+                f"averages in {steps} steps"
+            )
+        for index, (average, loaded) in enumerate(zip(ours, saved["averages"], strict=True)):
+            _check_layout(f"{operation}: averages[{index}]", average, loaded)
+        for average, loaded in zip(ours, saved["averages"], strict=True):
+            local_tensor(average).copy_(local_tensor(loaded))
+        self._counts.copy_(torch.tensor([steps, n_averaged]))
+        self._joined = joined
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents for a pickle or a copy, which include the optimizer."""
+        names = ("optimizer", "decay", "every", "dtype", "model", "warmup")
         return {
-            "arguments": self._arguments,
+            "arguments": {name: getattr(self, name) for name in names},
             "state": self.state_dict(),
-            "is_removed": self._is_removed,
+            "is_removed": self not in self.optimizer._plan.weight_averages,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -427,7 +469,7 @@ class WeightAverage:
         # The model is checked at its first use, because a model that holds this average may be only
         # partly unpickled here.
         self.__init__(**{**state["arguments"], "model": None})  # type: ignore[misc]
-        self._arguments = state["arguments"]
+        self.model = state["arguments"]["model"]
         self.load_state_dict(state["state"])
         if state["is_removed"]:
             self.remove()
@@ -445,59 +487,34 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
         held = average()
         if held is None:
             return
-        held._call_on_averages("take_average")
-        if held._counters().is_cuda and torch.cuda.is_current_stream_capturing():
+        held._update()
+        if held._counts.is_cuda and torch.cuda.is_current_stream_capturing():
             captured[:] = [held]  # keeps the average alive: replays of the graph will write it
 
     return after_step
 
 
-class _Contents(NamedTuple):
-    """The contents of a model, keyed by the names of its state dict."""
+def _by_device(averages: dict[Tensor, Tensor]) -> Lists:
+    lists: Lists = {}
+    for param, average in averages.items():
+        params, here = lists.setdefault(average.device, ([], []))
+        params.append(param)
+        here.append(average)
+    return lists
 
-    tensors: dict[str, Tensor]
-    copies: set[str]  # names of tensors that are neither a parameter nor a buffer
-    extra_states: dict[str, Any]  # results of get_extra_state() that are not tensors
 
-
-def _contents_of(model: nn.Module) -> _Contents:
-    """Returns the contents of a model, keyed by the names of its state dict.
-
-    If a hook has replaced a parameter or buffer in the state dict by a copy, the parameter or
-    buffer with the name and shape of the copy is used instead.
-    """
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
-    own: dict[str, Tensor] = {
+def _tensors_of(model: Any) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a model, shared ones under all of their names."""
+    return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    known = set(map(id, own.values()))
-    contents = _Contents({}, set(), {})
-    for name, each in state.items():
-        if not isinstance(each, Tensor):
-            contents.extra_states[name] = each
-            continue
-        contents.tensors[name] = each
-        if id(each) in known:
-            continue
-        if name in own and own[name].shape == each.shape:
-            contents.tensors[name] = own[name]
-        else:
-            contents.copies.add(name)
-    return contents
 
 
-def _matching_names(names: list[str], others: list[str]) -> list[str]:
-    """Returns for each name the one of ``others`` that means the same parameter.
-
-    If ``others`` lacks one of the names, all names are compared without the prefixes of wrappers. A
-    name without a counterpart is returned as it is.
-    """
-    bare, bare_others = ops.without_wrappers(names), ops.without_wrappers(others)
-    known = dict(zip(bare_others, others, strict=True))
-    if set(names) <= set(others) or len(known) < len(others) or len(set(bare)) < len(bare):
-        return names
-    return [known.get(each, name) for each, name in zip(bare, names, strict=True)]
+def _bare(named: dict[str, Any]) -> dict[str, Any]:
+    """Drops the prefixes of wrappers from names, unless two names would be the same."""
+    bare = dict(zip(ops.without_wrappers([*named]), named.values(), strict=True))
+    return bare if len(bare) == len(named) else named
 
 
 def _reshard(model: nn.Module | None) -> None:
@@ -508,60 +525,16 @@ def _reshard(model: nn.Module | None) -> None:
             module.reshard()
 
 
-def _layout(tensor: Any) -> str:
-    sizes = f"of sizes {list(tensor.shape)}"
-    if is_dtensor(tensor):
-        return f"a DTensor {sizes}, {tensor.placements}"
-    return f"a whole tensor {sizes}"
-
-
-def _check_not_lazy(optimizer: FusedOptimizer) -> None:
-    for index, param in enumerate(params_of(optimizer)):
-        if is_lazy(param):
-            raise RuntimeError(
-                f"WeightAverage: param {index} is a lazy parameter, which has no shape yet. Run "
-                "the model once first."
-            )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, FusedOptimizer):
-        return
-    inner = getattr(optimizer, "optimizer", None)
-    advice = ": give its .optimizer" if isinstance(inner, FusedOptimizer) else ""
-    raise TypeError(
-        "WeightAverage: optimizer must be one of amp_ext.optim, such as AdamW, got "
-        f"{_class_of(optimizer)}{advice}"
-    )
-
-
-def _class_of(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-def _check(name: str, value: Any, wanted_type: Any, wanted: str) -> None:
-    if not isinstance(value, wanted_type) or (isinstance(value, bool) and wanted_type is not bool):
-        raise TypeError(f"WeightAverage: {name} must be {wanted}, got {value!r}")
-
-
-def _check_keys(operation: str, state_dict: Mapping[str, Any], wanted: list[str]) -> None:
-    missing = [name for name in wanted if name not in state_dict]
+def _check_keys(name: str, mapping: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    missing = [key for key in wanted if key not in mapping]
     if missing:
-        raise KeyError(f"{operation}: state_dict must have {missing[:8]}, got {[*state_dict][:8]}")
+        raise KeyError(f"{name} must have {missing[:8]}, got {[*mapping][:8]}")
 
 
-def _unsharded(operation: str, name: str, value: Any) -> int:
-    value = plain(value)
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{operation}: {name} must be a whole number, got {value!r}")
-    return number
-
-
-def _shape_under(name: str, entries: Mapping[str, Tensor]) -> str:
-    return f"of shape {list(entries[name].shape)}" if name in entries else "absent"
-
-
-def has_average(optimizer: FusedOptimizer) -> bool:
-    """Returns True if an optimizer has an average of its weights that was not removed."""
-    return any(average._reads(optimizer) for average in _averages)
+def _check_layout(name: str, wanted: Any, got: Any, is_whole: bool = False) -> None:
+    """Checks that a tensor has the shape and the placements of another one."""
+    placements = None if is_whole else getattr(wanted, "placements", None)
+    is_float = isinstance(got, Tensor) and got.is_floating_point() == wanted.is_floating_point()
+    found = (got.shape, getattr(got, "placements", None)) if is_float else None
+    if found != (wanted.shape, placements):
+        raise ValueError(f"{name} must be a tensor of {wanted.shape}, {placements}, got {found}")

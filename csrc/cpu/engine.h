@@ -27,7 +27,7 @@ struct Engine {
   // Adds the number of infs and NaNs in tensor i of `tiles` to counts[i].
   void (*count_nonfinite)(const TileMap& tiles, std::atomic<int64_t>* counts, int64_t begin,
                           int64_t end);
-  // Updates the averages in AverageLaunch::all_args after one optimizer step.
+  // Updates the averages in AverageLaunch::all_args by one move.
   void (*average)(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end);
 };
 

@@ -92,16 +92,13 @@ void Launcher::count_nonfinite(const std::vector<KernelTensorArgs>& all_args,
 }
 
 void Launcher::average(const AverageLaunch& launch) const {
-  const bool step_applied = launch.step_applied == nullptr || *launch.step_applied != 0.0f;
-  const AverageStep step = AverageStep::of(launch.hyperparameters, *launch.counters, step_applied);
-  if (step.is_taken) {
-    const TileMap tiles = tiles_of(launch.all_args, launch.count);
-    least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-      engine_.average(tiles, step, begin, end);
-      return kNoTensor;
-    });
-  }
-  step.advance(*launch.counters);
+  const AverageStep step = AverageStep::of(*launch.weight, *launch.number);
+  if (!step.is_taken) return;
+  const TileMap tiles = tiles_of(launch.all_args, launch.count);
+  least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+    engine_.average(tiles, step, begin, end);
+    return kNoTensor;
+  });
 }
 
 void Launcher::update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags) {

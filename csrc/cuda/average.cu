@@ -68,32 +68,21 @@ struct AveragedStreams {
 
 template <typename Streams>
 struct AverageArguments {
-  static constexpr int kOtherBytes = sizeof(AverageHyperparameters) + 4 * sizeof(void*);
+  static constexpr int kOtherBytes = 2 * sizeof(void*);
 
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::Averages::kMayDither>
       table;
-  AverageHyperparameters hyperparameters;
-  AverageCounters* counters;
-  const float* step_applied;
-  uint32_t* block_counter;
-  bool is_last;  // true in the last launch of one step
+  const double* weight;
+  const double* number;
 };
 
 template <typename Streams, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     average_kernel(const AverageArguments<Streams> __grid_constant__ arguments) {
   AMP_EXT_SHARED(AverageStep, shared_step);
-  if (threadIdx.x == 0) {
-    const bool step_applied = arguments.step_applied == nullptr || *arguments.step_applied != 0.0f;
-    shared_step = AverageStep::of(arguments.hyperparameters, *arguments.counters, step_applied);
-  }
+  if (threadIdx.x == 0) shared_step = AverageStep::of(*arguments.weight, *arguments.number);
   __syncthreads();
   const AverageStep step = shared_step;
-  if (!step.step_applied) return;
-  if (threadIdx.x == 0 && arguments.is_last) {
-    const bool is_last = count_block(arguments.block_counter) == gridDim.x - 1;
-    if (is_last) step.advance(*arguments.counters);
-  }
   if (!step.is_taken) return;
   const auto& table = arguments.table;
   const auto tile = static_cast<int32_t>(blockIdx.x);
@@ -115,20 +104,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 
 // Averages the tensors with the number formats of `Streams`, and counts them in `launched`.
 template <typename Streams, typename HasFormats>
-int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
+int launch_average(const AverageLaunch& launch_of_all, cudaStream_t stream,
                    const HasFormats& has_formats, int64_t& launched) {
   using Shape = typename Streams::Shape;
   using Arguments = AverageArguments<Streams>;
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   Arguments arguments;
-  arguments.hyperparameters = launch_of_all.hyperparameters;
-  arguments.counters = launch_of_all.counters;
-  arguments.step_applied = launch_of_all.step_applied;
-  arguments.block_counter = block_counter;
+  arguments.weight = launch_of_all.weight;
+  arguments.number = launch_of_all.number;
   auto& table = arguments.table;
   const auto flush = [&]() -> int {
     launched += table.count;
-    arguments.is_last = launched == launch_of_all.count;
     const int error =
         launch(average_kernel<Streams, Shape>, table.blocks(), Shape::kThreads, stream, arguments);
     table.clear(table.tile_size);
@@ -153,22 +139,15 @@ int launch_average(const AverageLaunch& launch_of_all, uint32_t* block_counter, 
 
 }  // namespace
 
-int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream) {
-  if (launch.count == 0) {  // a step without tensors still advances the counters
-    const KernelTensorArgs empty;
-    AverageLaunch of_empty = launch;
-    of_empty.all_args = &empty;
-    of_empty.count = 1;
-    return average(of_empty, block_counter, stream);
-  }
+int average(const AverageLaunch& launch, cudaStream_t stream) {
   int64_t launched = 0;
   int error = 0;
   any_formats_of_averages([&](auto weight, auto average) {
     using Weight = decltype(weight);
     using Average = decltype(average);
     error = launch_average<AveragedStreams<Weight, Average>>(
-        launch, block_counter, stream, has_formats_of_average<Weight, Average>, launched);
-    return error != 0;
+        launch, stream, has_formats_of_average<Weight, Average>, launched);
+    return error != 0 || launched == launch.count;
   });
   if (error != 0) return error;
   return launched == launch.count ? 0 : static_cast<int>(cudaErrorInvalidValue);

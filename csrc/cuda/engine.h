@@ -50,7 +50,7 @@ int count_division_errors(int64_t stride, int64_t* wrong, cudaStream_t stream);
 
 // Launches one kernel for each pair of number formats, or several. The last kernel advances the
 // counters. For `block_counter`, see step().
-int average(const AverageLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
+int average(const AverageLaunch& launch, cudaStream_t stream);
 
 // Largest number of overflow flags (one per optimizer and device) that one launch reads.
 inline constexpr int kMaxFlags = 128;

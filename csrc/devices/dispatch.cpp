@@ -61,7 +61,7 @@ class CpuEngine : public DeviceEngine {
                        int64_t* counts) const override {
     launcher().count_nonfinite(all_args, counts);
   }
-  void average(const at::Device&, const AverageLaunch& launch, StepScratch&) const override {
+  void average(const at::Device&, const AverageLaunch& launch) const override {
     launcher().average(launch);
   }
   void update_scale(const at::Device&, const ScaleUpdate& update,

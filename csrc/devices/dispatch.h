@@ -64,8 +64,7 @@ class DeviceEngine {
   // Adds to wrong[3] how many square roots, reciprocals and quotients of the fast path are inexact.
   virtual void count_division_errors(const at::Device& /*device*/, int64_t /*stride*/,
                                      int64_t* /*wrong*/) const {}
-  virtual void average(const at::Device& device, const AverageLaunch& launch,
-                       StepScratch& scratch) const = 0;
+  virtual void average(const at::Device& device, const AverageLaunch& launch) const = 0;
   // Updates the loss scale, which backs off if any flag is not 0. Takes any number of flags.
   virtual void update_scale(const at::Device& device, const ScaleUpdate& update,
                             const std::vector<OverflowFlag>& flags) const = 0;

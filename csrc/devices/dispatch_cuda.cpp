@@ -120,11 +120,8 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
-  void average(const at::Device& device, const AverageLaunch& launch,
-               StepScratch& scratch) const override {
-    on_stream(device, [&](cudaStream_t stream) {
-      return cuda::average(launch, scratch.block_counter(device), stream);
-    });
+  void average(const at::Device& device, const AverageLaunch& launch) const override {
+    on_stream(device, [&](cudaStream_t stream) { return cuda::average(launch, stream); });
   }
 
   void update_scale(const at::Device& device, const ScaleUpdate& update,

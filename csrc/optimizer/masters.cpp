@@ -88,19 +88,6 @@ at::Tensor fp32_master(const at::Tensor& param, const Masters& masters) {
   return fp32 != masters.end() ? fp32->second : param;
 }
 
-at::Tensor existing_master(const at::Tensor& param, const Masters& masters) {
-  if (masters.empty() || !is_16_bit(param.scalar_type())) return {};
-  const auto& [key, master] = *masters.begin();
-  const bool is_alone = masters.size() == 1 && master.device() == param.device();
-  if (is_alone && key == kFp32Master && master.scalar_type() == at::kFloat) return master;
-  for (const LowerPart& part : kLowerParts) {
-    if (is_alone && part.key == key && part.param == param.scalar_type()) {
-      return residual_elements(master);
-    }
-  }
-  return convert_master(param, masters, kFp32Master);
-}
-
 at::Tensor loaded_master(const at::Tensor& param, const Masters& masters, const std::string& key) {
   const auto same = masters.find(key);
   const bool is_newest = key == kFp32Master || masters.count(kFp32Master) == 0;

@@ -33,11 +33,6 @@ AMP_EXT_API at::Tensor convert_master(const at::Tensor& param, const Masters& ma
 // it has no master.
 AMP_EXT_API at::Tensor fp32_master(const at::Tensor& param, const Masters& masters);
 
-// Returns the master as kernels read it, or undefined if there is none. A stored tensor is returned
-// if it fits the parameter (a residual as residual_elements()), otherwise it is converted to
-// float32.
-AMP_EXT_API at::Tensor existing_master(const at::Tensor& param, const Masters& masters);
-
 // Returns the master that a parameter gets from a file, in the format of `key`. A float32 master is
 // preferred to a residual, because a program without residuals must have added it later.
 AMP_EXT_API at::Tensor loaded_master(const at::Tensor& param, const Masters& masters,

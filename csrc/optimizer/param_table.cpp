@@ -176,15 +176,6 @@ bool ParamTable::gradients_were_written() const {
   });
 }
 
-std::vector<int64_t> ParamTable::params_without_state() const {
-  std::vector<int64_t> indices;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const bool lacks = is_16_bit(slots_[i].param().scalar_type()) && slots_[i].lacks_state();
-    if (lacks) indices.push_back(static_cast<int64_t>(i));
-  }
-  return indices;
-}
-
 // Runs after all launches, because parameters that are views of one tensor share its version
 // counter, which each of them increments. A skipped step leaves gradients scaled that it should
 // have written back, but only the device knows of it, so they count as unscaled.
@@ -199,9 +190,9 @@ void ParamTable::remember_step(Slots slots, bool had_scale, bool are_as_seen) {
   }
 }
 
-void ParamTable::forget_writes(const std::unordered_map<const void*, int64_t>& writes) {
+void ParamTable::forget_writes(const std::unordered_map<uintptr_t, int64_t>& writes) {
   const auto forget = [&](const void* object, SeenTensor& seen) {
-    const auto written = writes.find(object);
+    const auto written = writes.find(reinterpret_cast<uintptr_t>(object));
     if (written != writes.end()) seen.version += written->second;
   };
   for (ParamSlot& slot : slots_) {

@@ -109,18 +109,16 @@ class AMP_EXT_API ParamTable {
   bool gradients_are_as_seen() const;
   // True if a gradient that was read by the last scan has been written or replaced since.
   bool gradients_were_written() const;
-  // Returns the indices of 16-bit parameters whose slots have no state yet.
-  std::vector<int64_t> params_without_state() const;
 
   // Remembers after a step of `slots` to which parameters the masters were rounded. If the
   // gradients had a loss scale, remembers also which of them still carry it: those that the step
   // did not write back. `are_as_seen` is true if the gradients are those of the last scan.
   static void remember_step(Slots slots, bool had_scale, bool are_as_seen);
 
-  // Ignores writes to parameters, given by identity and number of writes: the remembered versions
-  // advance by these numbers. The masters are still up to date, because the parameters have their
-  // old bits again.
-  void forget_writes(const std::unordered_map<const void*, int64_t>& writes);
+  // Ignores writes to parameters, given by address of the object and number of writes: the
+  // remembered versions advance by these numbers. The masters are still up to date, because the
+  // parameters have their old bits again.
+  void forget_writes(const std::unordered_map<uintptr_t, int64_t>& writes);
 
  private:
   // What register_params() keeps of a parameter.

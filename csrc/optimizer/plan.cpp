@@ -30,9 +30,8 @@ Plan::Claim::Claim(Plan& plan, const char* operation, bool waits) : plan_(plan) 
     std::this_thread::yield();  // an operation takes microseconds
     user = {};
   }
-  if (plan.failure_.empty() && !plan.is_swapped_in_) return;
+  if (plan.failure_.empty()) return;
   plan.user_ = std::thread::id();
-  plan.check_not_swapped_in(operation);
   TORCH_CHECK(false, plan.params_.operation(), ".", operation,
               ": an earlier step failed after updating ", plan.failure_, ". ", kHowToGoOn, ".");
 }
@@ -44,16 +43,6 @@ Plan::Lock::~Lock() {
   if (std::uncaught_exceptions() > exceptions_) plan_.scans_.forget();
   plan_.params_.release_params();
   if (plan_.must_forget_) plan_.drop_slots();
-}
-
-void check_weights_are_in(const std::string& operation, bool is_swapped) {
-  TORCH_CHECK(!is_swapped, operation,
-              ": the parameters hold their averages, because a WeightAverage.swap() is active. "
-              "Leave the swap first.");
-}
-
-void Plan::check_not_swapped_in(const std::string& operation) const {
-  check_weights_are_in(c10::str(params_.operation(), ".", operation), is_swapped_in_);
 }
 
 void Plan::take_over(const Plan& before) {

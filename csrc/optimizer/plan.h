@@ -26,17 +26,14 @@
 
 namespace amp_ext {
 
-// Throws an error that names `operation` if the parameters currently hold the averages.
-void check_weights_are_in(const std::string& operation, bool is_swapped);
-
 // A plan lives as long as its optimizer. For each operation the owner, a Python optimizer,
 // holds a `Lock` and passes the present parameters with take_param(). If they or the options of the
 // groups differ from the registered ones, it registers them again. Then it calls scan() or step().
 class AMP_EXT_API Plan {
  public:
-  // Marks the plan as used by this thread. Throws if another operation is running, an earlier step
-  // failed after updating parameters, or averages are swapped in. The error names `operation`. With
-  // `waits`, waits until an operation of another thread has ended.
+  // Marks the plan as used by this thread. Throws if another operation is running, or an earlier
+  // step failed after updating parameters. The error names `operation`. With `waits`, waits until
+  // an operation of another thread has ended.
   class AMP_EXT_API Claim {
    public:
     Claim(Plan& plan, const char* operation, bool waits = false);
@@ -131,18 +128,12 @@ class AMP_EXT_API Plan {
   // Returns failure() and what the user can do, for an error.
   std::string note_of_failure() const;
 
-  // Marks that averages are in the parameters, so that no Lock can be taken. Operations without a
-  // Lock call check_not_swapped_in().
-  void set_swapped_in(bool is_swapped_in) { is_swapped_in_ = is_swapped_in; }
-  void check_not_swapped_in(const std::string& operation) const;
-
  private:
   void drop_slots();
 
   ParamTable params_;
   std::atomic<std::thread::id> user_{};  // the thread that holds a Lock, or thread::id()
   bool must_forget_ = false;             // whether the slots are dropped when the Lock ends
-  bool is_swapped_in_ = false;
   std::string failure_;
   StepOutputs outputs_;
   GradScans scans_;

@@ -194,6 +194,9 @@ void define_lists(py::module_& module) {
              py::arg("found_inf"), py::arg("first_nonfinite"));
   module.def("refresh_masters_", &refresh_masters_, release_gil(), py::arg("params"),
              py::arg("master_params"));
+  module.def("average_params_", &average_params_, release_gil(), py::arg("averages"),
+             py::arg("params"), py::arg("weight"), py::arg("number"), py::arg("residuals"),
+             py::arg("global_offsets"));
   module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
   module.def("join_fp32", &join_fp32, release_gil(), py::arg("param"), py::arg("residual"));

@@ -11,11 +11,11 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "optimizer/session.h"
-#include "optimizer/weight_average.h"
 #include "python/module.h"
 #include "python/plan_of_python.h"
 
@@ -263,69 +263,19 @@ py::object remember_copied_step(PlanOfPython& mine, const py::object& step_plan,
   return mine.answer(PlanAnswer::kDone);
 }
 
-// Calls a method of the averages with an optimizer's present weights.
-py::object average(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
-                   const char* name, WeightAverages& averages, AverageMethod method) {
-  Operation operation(mine, step_plan, optimizer, name);
-  if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
-  MastersByParam masters;
-  const std::vector<int64_t> indices = mine.params().params_without_state();
-  if (!indices.empty()) {
-    masters = py::cast<MastersByParam>(step_plan.attr("masters_of")(operation.states, indices));
-  }
-  {
-    const py::gil_scoped_release release;
-    (averages.*method)(mine, masters);
-  }
-  return mine.answer(PlanAnswer::kDone);
-}
-
 template <at::Tensor (StepOutputs::*output)() const>
 OptionalTensor output_of(const PlanOfPython& plan) {
   return if_defined((plan.outputs().*output)());
 }
 
-void define_averages(py::module_& module) {
-  using release_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<WeightAverages>(module, "WeightAverages")
-      .def(py::init([](std::optional<double> decay, int64_t every, bool warmup,
-                       const py::object& dtype) {
-             return WeightAverages({decay, every, warmup, py::cast<at::ScalarType>(dtype)});
-           }),
-           py::arg("decay"), py::arg("every"), py::arg("warmup"), py::arg("dtype"))
-      .def("check_not_swapped", &WeightAverages::check_not_swapped, py::arg("operation"))
-      .def("load", &WeightAverages::load, release_gil(), py::arg("operation"), py::arg("averages"),
-           py::arg("steps"), py::arg("n_averaged"), py::arg("joined"))
-      .def_property_readonly("joined", &WeightAverages::joined)
-      .def_property_readonly("averages", &WeightAverages::averages)
-      .def_property_readonly("counters",
-                             [](const WeightAverages& self) { return if_defined(self.counters()); })
-      .def_property_readonly("registrations", &WeightAverages::registrations);
-}
-
 }  // namespace
 
 void define_plan(py::module_& module) {
-  define_averages(module);
   const std::vector<std::string> answers{"REGISTER_PARAMS", "NEEDS_GLOBAL_NORM", "DONE"};
   module.attr("PlanAnswer") = py::module_::import("enum").attr("Enum")("PlanAnswer", answers);
   module.def("put_states", &put_states, py::arg("states"), py::arg("made"));
   py::class_<PlanOfPython> plan(module, "Plan");
   plan.attr("_answers") = py::tuple(module.attr("PlanAnswer"));
-  const std::pair<const char*, AverageMethod> averages[] = {
-      {"take_average", &WeightAverages::take},
-      {"register_average", &WeightAverages::register_weights},
-      {"restart_average", &WeightAverages::restart},
-      {"swap_average", &WeightAverages::swap_in}};
-  for (const auto& [name, method] : averages) {
-    plan.def(
-        name,
-        [name, method](PlanOfPython& self, const py::object& step_plan, const py::object& optimizer,
-                       WeightAverages& averages) {
-          return average(self, step_plan, optimizer, name, averages, method);
-        },
-        py::arg("step_plan"), py::arg("optimizer"), py::arg("averages"));
-  }
   plan.def(py::init<std::string, std::shared_ptr<BoundDescription>, const PlanOfPython*,
                     std::string>(),
            py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
@@ -351,13 +301,11 @@ void define_plan(py::module_& module) {
       .def("remember_copied_step", &remember_copied_step, py::arg("step_plan"),
            py::arg("optimizer"), py::arg("had_scale"))
       .def(
-          "swap_back",
-          [](PlanOfPython& mine, WeightAverages& averages) {
-            const py::gil_scoped_release release;
-            averages.swap_out(mine);
+          "forget_writes",
+          [](PlanOfPython& self, const std::unordered_map<uintptr_t, int64_t>& writes) {
+            self.params().forget_writes(writes);
           },
-          py::arg("averages"))
-      .def("check_not_swapped_in", &PlanOfPython::check_not_swapped_in, py::arg("operation"))
+          py::arg("writes"))
       .def("track_step_applied", [](PlanOfPython& self) { self.outputs().track_step_applied(); })
       .def_property_readonly("grad_norm", &output_of<&StepOutputs::grad_norm>)
       .def_property_readonly("step_applied", &output_of<&StepOutputs::step_applied>)

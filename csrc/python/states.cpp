@@ -141,14 +141,6 @@ void define_states(py::module_& module) {
   module.def("fits_blocks", &optim::fits_blocks, py::arg("param"), py::arg("shards_whole_rows"));
   module.def("fp32_master", &optim::fp32_master, py::call_guard<py::gil_scoped_release>(),
              py::arg("param"), py::arg("masters"));
-  module.def(
-      "existing_master",
-      [](const at::Tensor& param, const optim::Masters& masters) {
-        const at::Tensor master =
-            without_gil([&] { return optim::existing_master(param, masters); });
-        return master.defined() ? std::optional<at::Tensor>(master) : std::nullopt;
-      },
-      py::arg("param"), py::arg("masters"));
   py::class_<ParamRef>(module, "ParamRef")
       .def(py::init<at::Tensor, at::Tensor, size_t, size_t, bool>(), py::arg("unsharded"),
            py::arg("local"), py::arg("group"), py::arg("index"), py::arg("shards_whole_rows"));

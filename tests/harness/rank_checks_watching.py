@@ -198,23 +198,22 @@ def averages_reach_parameters_that_are_gathered_and_models_that_are_whole(rank: 
     averages[1].copy_to(whole_one)  # also of a model that has gathered its parameters
     assert_same_bits(whole_one.parameters(), averages[1].averages)
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=r"copy_to: 0.weight of model must be a whole tensor of s"):
+    with pytest.raises(ValueError, match=r"copy_to: 0.weight of model must be .*, None, got "):
         averages[0].copy_to(model)
     assert_same_bits(model.parameters(), before)
     sharded, unsharded = averages[1].averaged_state_dict(), averages[0].averaged_state_dict()
     for average, wrong, text in (
-        (averages[1], unsharded, r"module.0.weight must be a DTensor of sizes \[7, 5\], \(Shard"),
-        (averages[0], sharded, r"module.0.weight must be a whole tensor of sizes \[7, 5\]"),
-        (averages[1], averages[0].state_dict(), r"averages\[0\] must be a DTensor of sizes \[7, 5"),
+        (averages[1], unsharded, r"\(\[7, 5\]\), \(Shard.*, got .*None"),
+        (averages[0], sharded, r"\(\[7, 5\]\), None, got .*Shard"),
+        (averages[1], averages[0].state_dict(), r"\(\[7, 5\]\), \(Shard.*, got .*None"),
     ):
-        with pytest.raises(ValueError, match=f"^WeightAverage.load_state_dict: {text}"):
+        text = rf"^WeightAverage.load_state_dict: averages\[0\] must be .* torch.Size{text}"
+        with pytest.raises(ValueError, match=text):
             average.load_state_dict(wrong)
     averages[1].load_state_dict(copy.deepcopy(sharded))
     flat = FullyShardedDataParallel(torch.nn.Linear(5, 3), device_id=torch.device("cpu"))
     average = amp_ext.optim.WeightAverage(amp_ext.optim.SGD(flat.parameters(), lr=0.5), model=flat)
-    with pytest.raises(
-        RuntimeError, match=r"swap: param 0 was flattened by FullyShardedDataParallel"
-    ):
+    with pytest.raises(RuntimeError, match="swap: FullyShardedDataParallel has flattened"):
         average.swap().__enter__()
-    with pytest.raises(ValueError, match=r"averaged_state_dict: state_dict.. of model lacks"):
+    with pytest.raises(KeyError, match=r"averaged_state_dict: state_dict.. of model must have"):
         average.averaged_state_dict()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from harness.averages import SetWeights
 from harness.edge_shapes import BF16, F16, F32, F64
 from harness.launch_failures import launches_of
 from harness.reference import same_bits
+from harness.rows import rows
 from torch import Tensor
 
 from amp_ext import ops
@@ -109,3 +112,71 @@ def test_the_first_average_has_the_bits_of_the_weight(device):
         weights = SetWeights([wanted], 0.5)
         weights.load([torch.full_like(odd, torch.nan)], 0)
         assert same_bits(weights.take()[0], wanted.float())
+
+
+# The operator
+
+
+def number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=F64, device=device)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_weight_of_0_writes_nothing_and_the_first_average_is_a_copy(dtype, device):
+    params = [torch.arange(5.0, device=device), torch.tensor([torch.nan, 1.0], device=device)]
+    averages = [torch.full_like(param, torch.nan, dtype=dtype) for param in params]
+    before = [average.clone() for average in averages]
+    for count in (1.0, 7.0):
+        ops.average_params_(averages, params, number(0.0, device), number(count, device))
+        assert all(map(same_bits, averages, before))
+    ops.average_params_(averages, params, number(0.25, device), number(1.0, device))
+    assert same_bits(averages[0], params[0].to(dtype))
+    ops.average_params_(averages, [-params[0], params[1]], *(number(n, device) for n in (0.5, 2)))
+    assert not averages[0].any()
+
+
+def test_a_shard_is_dithered_as_in_the_full_tensor(device):
+    param = torch.randn(500, device=device)
+    weight, count = number(0.001, device), number(9.0, device)
+    whole = torch.ones_like(param, dtype=BF16)
+    shard = whole[100:].clone()
+    ops.average_params_([whole], [param], weight, count)
+    ops.average_params_([shard], [param[100:].clone()], weight, count, global_offsets=[100])
+    assert same_bits(shard, whole[100:])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a-list-too-short": ({"averages": []}, "averages must have 1 tensors, one for each of params"),
+    "another-shape": (
+        {"params": [torch.ones(3)]},
+        r"params\[0\] must be of sizes \[2\] on cpu, got",
+    ),
+    "an-integer": (
+        {"params": [torch.ones(2).int()]},
+        r"params\[0\] must be Float, Double, Half or",
+    ),
+    "half-averages": ({"averages": [torch.ones(2, dtype=F16)]}, r"averages\[0\] must be dense, Fl"),
+    "gaps": ({"averages": [torch.ones(4)[::2]]}, r"averages\[0\] must be dense, Float or BFloat16"),
+    "a-weight-in-float32": ({"weight": torch.ones(())}, "weight must be "),
+    "two-numbers": ({"number": torch.ones(2, dtype=F64)}, "number must be "),
+    "a-residual-of-float32": (
+        {"residuals": [torch.ones(2, dtype=torch.int8)]},
+        r"residuals\[0\] must be on cpu beside Half or BFloat16, got cpu beside Float",
+    ),
+    "no-residuals": ({"residuals": []}, "residuals must have 1 tensors, one for each of params"),
+    "no-offsets": ({"global_offsets": []}, "global_offsets must have 1 elements, as params, got 0"),
+    "a-residual-of-another-shape": (
+        {"params": [torch.ones(2, dtype=BF16)], "residuals": [torch.ones(3, dtype=torch.int8)]},
+        r"residuals\[0\] must be of sizes \[2\], got \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), rows(WRONG))
+def test_wrong_arguments_are_refused_by_name(change, text):
+    one = torch.ones((), dtype=F64)
+    arguments: dict[str, Any] = {"params": [torch.ones(2)], "weight": one, "number": one}
+    average = torch.zeros(2)
+    with pytest.raises(RuntimeError, match=f"^average_params_: {text}"):
+        ops.average_params_(**{"averages": [average]} | arguments | change)
+    assert not average.any()

@@ -79,6 +79,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     **{operation: call_of_step(operation) for operation in BUFFERS},
     "refresh_masters_": ((tensors(F16), tensors()), {}),
+    "average_params_": ((tensors(), tensors(), number(0.5, F64), number(2.0, F64)), {}),
 }
 # What else they may be given.
 OPTIONS: dict[str, dict[str, Any]] = {

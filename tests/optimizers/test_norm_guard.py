@@ -151,7 +151,6 @@ def test_an_outlier_is_no_overflow(way: Way, device):
         assert scaler.last_step_skipped(wait=True) is True
         assert scaler.last_step_skipped(optimizer, wait=True) is True
         assert scaler.stats(wait=True).skips == 0
-        assert scaler.history(wait=True).skipped == [False, False]
     step_with(optimizer, INF, way, scaler)
     assert scaler.get_scale() == 4.0
     assert not guard.last_step_skipped(wait=True)

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -152,22 +151,42 @@ def test_a_step_a_save_and_a_load_inside_a_swap_are_refused_by_name():
         for name, refused in {
             "AdamW.step": optimizer.step,
             "AdamW.scan_gradients": lambda: optimizer.scan_gradients(torch.zeros(())),
-            "AdamW.take_average": lambda: WeightAverage(optimizer),
+            "WeightAverage": lambda: WeightAverage(optimizer),
             "AdamW.state_dict": optimizer.state_dict,
             "AdamW.load_state_dict": lambda: optimizer.load_state_dict(state),
             "AdamW.__getstate__": lambda: copy.deepcopy(optimizer),
             "WeightAverage.swap": average.swap().__enter__,
-            "AdamW.swap_average": other.swap().__enter__,
             "WeightAverage.state_dict": average.state_dict,
             "WeightAverage.averaged_state_dict": average.averaged_state_dict,
             "WeightAverage.load_state_dict": lambda: average.load_state_dict(own),
             "AdamW.refresh_masters": optimizer.refresh_masters,
-            "AdamW.restart_average": other.restart,
+            "WeightAverage.restart": other.restart,
         }.items():
             with pytest.raises(RuntimeError, match=f"^{name}: {text}"):
                 refused()
+        with pytest.raises(RuntimeError, match=f"^WeightAverage.swap: {text}"):
+            other.swap().__enter__()
     step(optimizer)
     assert average.n_averaged == 7
+
+
+def test_a_backward_pass_that_steps_is_refused_inside_a_swap():
+    param = Parameter(torch.ones(3))
+    optimizer = amp_ext.optim.SGD([param], lr=0.1)
+    average = WeightAverage(optimizer)
+    release = amp_ext.optim.release_gradients(optimizer)
+    text = "^SGD: a step in the backward pass: the parameters hold their averages"
+    with average.swap(), pytest.raises(RuntimeError, match=text):
+        param.sum().backward()
+    assert same_bits(param, torch.ones(3))
+    release.remove()
+
+
+def test_a_step_without_parameters_counts_nothing():
+    optimizer = amp_ext.optim.SGD([{"params": []}], lr=0.1)
+    average = WeightAverage(optimizer)
+    optimizer.step()
+    assert average.n_averaged == 0
 
 
 def test_parameters_may_join_and_leave(device):
@@ -212,22 +231,15 @@ def test_an_average_goes_when_nobody_holds_it_and_holds_its_optimizer():
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("change", "got"),
-    [
-        (lambda param: param.data.bfloat16(), r"BFloat16 of sizes \[5\]"),
-        (lambda param: param.data[:2].clone(), r"Float of sizes \[2\]"),
-    ],
-)
-def test_a_parameter_of_another_shape_or_dtype_is_refused_by_name(change, got):
+def test_a_parameter_of_another_shape_needs_a_restart():
     params = params_of(torch.device("cpu"), F32, F32)
     optimizer = amp_ext.optim.SGD(params, lr=0.1)
     average = WeightAverage(optimizer)
     step(optimizer)
     params[0].grad = None
-    params[0].data = change(params[0])
-    text = f"WeightAverage: param of group 0, param 0 was Float of sizes .5. .*, and is now {got}"
-    with pytest.raises(RuntimeError, match=text + r".*\. Call restart\(\)"):
+    params[0].data = params[0].data[:2].clone()
+    text = r"^average_params_: params\[0\] must be of sizes \[5\] on cpu, got \[2\] on cpu"
+    with pytest.raises(RuntimeError, match=text):
         step(optimizer)
     average.restart()
     assert same_bits(average.averages[0], optimizer.master_params()[0])
@@ -295,13 +307,28 @@ def test_an_average_always_takes_the_master_that_the_state_has(change, masters, 
     assert same_bits(optimizer.master_params()[0], weights[0])
 
 
-def test_the_options_are_read_only_and_may_be_numbers_of_numpy():
+def test_the_options_may_be_numbers_of_numpy_and_change_between_steps():
     optimizer = amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
     average = WeightAverage(optimizer, numpy.float32(0.5), numpy.int64(2))
     assert (average.decay, average.every, average.warmup) == (0.5, 2, False)
-    for name in ("optimizer", "decay", "every", "dtype", "model", "warmup"):
-        with pytest.raises(AttributeError):
-            setattr(average, name, getattr(average, name))
+    step(optimizer)
+    assert average.n_averaged == 0
+    average.decay, average.every = 0.0, 1
+    for _ in range(2):
+        step(optimizer)
+        assert same_bits(average.averages[0], optimizer.param_groups[0]["params"][0])
+    assert average.n_averaged == 2
+
+
+def test_a_parameter_may_change_its_dtype(device):
+    params = params_of(device, F32, F32)
+    optimizer = amp_ext.optim.SGD(params, lr=0.1)
+    average = WeightAverage(optimizer, 0.0)
+    step(optimizer)
+    params[0].data, params[0].grad = params[0].data.bfloat16(), None
+    step(optimizer)
+    assert average.n_averaged == 2
+    assert same_bits(average.averages[0], optimizer.master_params()[0])
 
 
 def test_autograd_sees_a_swap():
@@ -328,17 +355,16 @@ def test_autocast_casts_the_averages_and_then_the_parameters_again(device):
         assert same_bits(model(x), before)
 
 
-@pytest.mark.parametrize("change", [lambda it: it.half(), lambda it: it[:2].clone()])
-def test_a_parameter_with_other_data_after_a_swap_is_refused_and_the_others_are_back(change):
+def test_a_parameter_of_another_shape_after_a_swap_is_refused_and_the_others_are_back():
     params = params_of(torch.device("cpu"), F32, F32, F32)
     optimizer = amp_ext.optim.SGD(params, lr=0.1)
     average = WeightAverage(optimizer, 0.5)
     step(optimizer)
     step(optimizer)
     before = [param.detach().clone() for param in params]
-    text = r"WeightAverage.swap: param of group 0, param 1 was Float of sizes .42. on cpu before "
+    text = r"^WeightAverage.swap: param 1 got another shape, so it was not restored\. Convert"
     with pytest.raises(RuntimeError, match=text), average.swap():
-        other = params[1].data = change(params[1].detach())
+        other = params[1].data = params[1].detach()[:2].clone()
     assert same_bits(params[1], other)
     assert same_bits(params[0], before[0])
     assert same_bits(params[2], before[2])
@@ -403,23 +429,17 @@ WRONG = [
     (
         {"optimizer": torch.optim.SGD([torch.ones(1)])},
         TypeError,
-        "optimizer must be one of amp_ext.optim, such as AdamW, got torch.optim.sgd.SGD$",
+        "optimizer must be one of amp_ext.optim, such as AdamW, got .*torch.optim.sgd.SGD.*inside",
     ),
-    (
-        {"optimizer": SimpleNamespace(optimizer=amp_ext.optim.SGD([Parameter(torch.ones(1))]))},
-        TypeError,
-        "optimizer must be .*, got types.SimpleNamespace: give its .optimizer$",
-    ),
-    ({"decay": 1.1}, ValueError, "decay must be from 0 to 1, got 1.1"),
-    ({"decay": "even"}, TypeError, "decay must be a number or \"equal\", got 'even'"),
-    ({"decay": True}, TypeError, "decay must be a number"),
-    ({"every": 0}, ValueError, "every must be at least 1, got 0"),
-    ({"every": numpy.float64(2.0)}, TypeError, r"every must be an int, got 2\.0"),
-    ({"dtype": F16}, ValueError, "dtype must be Float or BFloat16, got Half"),
-    ({"dtype": "bf16"}, TypeError, "dtype must be torch.float32 or torch.bfloat16, got 'bf16'"),
-    ({"warmup": 10}, TypeError, "warmup must be a bool, got 10"),
-    ({"decay": "equal", "warmup": True}, ValueError, "warmup must be False where every weight"),
-    ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got 3"),
+    ({"decay": 1.1}, ValueError, 'decay must be a number from 0 to 1 or "equal", got 1.1'),
+    ({"decay": "even"}, ValueError, "decay must be a number from 0 to 1 or .*, got 'even'"),
+    ({"decay": True}, ValueError, "decay must be a number"),
+    ({"every": 0}, ValueError, "every must be an int of at least 1, got 0"),
+    ({"every": numpy.float64(2.0)}, ValueError, r"every must be an int .*, got 2\.0"),
+    ({"dtype": F16}, ValueError, "dtype must be torch.float32 or bfloat16, got torch.float16"),
+    ({"dtype": "bf16"}, ValueError, "dtype must be torch.float32 or bfloat16, got 'bf16'"),
+    ({"decay": "equal", "warmup": True}, ValueError, "warmup must be False where decay is"),
+    ({"model": 3}, ValueError, "model must be a torch.nn.Module or None, got 3"),
 ]
 
 
@@ -430,20 +450,9 @@ def test_wrong_arguments_are_refused_by_name(change, error, text):
         WeightAverage(**{"optimizer": optimizer} | change)
 
 
-def test_a_lazy_parameter_is_refused_by_name():
+def test_a_lazy_parameter_is_refused():
     average = WeightAverage(amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1))
     average.optimizer.add_param_group({"params": list(nn.LazyLinear(2).parameters())})
     for refused in (lambda: WeightAverage(average.optimizer), average.state_dict):
-        with pytest.raises(RuntimeError, match=r"^WeightAverage: param 1 is a lazy parameter"):
+        with pytest.raises((RuntimeError, ValueError), match="uninitialized parameter"):
             refused()
-
-
-def test_an_average_shows_its_arguments():
-    model = torch.nn.Linear(2, 1)
-    optimizer = amp_ext.optim.SGD(model.parameters())
-    average = WeightAverage(optimizer, "equal", 3, torch.bfloat16, model)
-    assert repr(average) == (
-        "WeightAverage(optimizer=SGD, decay='equal', every=3, dtype=torch.bfloat16, model=Linear, "
-        "warmup=False)"
-    )
-    assert "model=None" in repr(WeightAverage(optimizer))

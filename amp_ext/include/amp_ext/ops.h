@@ -7,6 +7,7 @@
 #include <amp_ext/options.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +53,17 @@ AMP_EXT_API void update_scale_(const at::Tensor& scale, const at::Tensor& growth
 // Copies each parameter into its float32 master weight, for parameters that were changed without
 // their master weights. A master weight that already rounds to its parameter stays unchanged.
 AMP_EXT_API void refresh_masters_(const TensorList& params, const TensorList& master_params);
+
+// Moves each average towards its parameter: average += weight * (param - average). `weight` is one
+// double on the device, such as 1 - decay; 0 (after a skipped step) changes nothing. `number` is
+// the number of the average, one double: if it is 1, the average becomes the parameter. Averages
+// are float32, or bfloat16 with dithering. Pass float32 masters as `params`. `residuals` has the
+// residual of each split master, or an empty tensor. For shards, `global_offsets` has the index of
+// the first element in the full tensor.
+AMP_EXT_API void average_params_(const TensorList& averages, const TensorList& params,
+                                 const at::Tensor& weight, const at::Tensor& number,
+                                 const OptionalTensorList& residuals = {},
+                                 const std::optional<std::vector<int64_t>>& global_offsets = {});
 
 // Returns the residual of a split master weight: the part of the float32 `master` that the 16-bit
 // `param` does not hold. If `low_bits` is 16, the residual has two uint8 per element, in an extra

@@ -74,16 +74,6 @@ struct AMP_EXT_API StepParam {
   int64_t global_offset = 0;  // as in StepLists
 };
 
-// Options of an average of weights.
-struct AMP_EXT_API AverageOptions {
-  // Weight of the old average at each update; if nullopt, the plain mean of all weights so far.
-  std::optional<double> decay = 0.999;
-  int64_t every = 1;    // average after every `every`-th applied step
-  bool warmup = false;  // limit the decay to (1 + n) / (10 + n) after n averages
-  // Dtype of the averages that WeightAverage stores: at::kFloat or at::kBFloat16.
-  at::ScalarType dtype = at::kFloat;
-};
-
 // Names that the error messages of a step use for the operation and for its lists of buffers.
 struct AMP_EXT_API StepNames {
   std::string operation;
