@@ -76,8 +76,7 @@ if TYPE_CHECKING:
     from amp_ext import _C as _C
 
     binary = _C  # returned by __getattr__, like the classes below
-    StateSpec = _C.StateSpec
-    ParamRef = _C.ParamRef
+    BufferDescription = _C.BufferDescription
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
     NormStatistics = _C.NormStatistics

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from amp_ext import ops, optim
+from amp_ext import optim
+from amp_ext.optim.formats import fits_blocks
 from amp_ext.optim.options import CODED_STATES
 from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
 from amp_ext.sharding import is_over_rows
@@ -204,7 +205,7 @@ def training_memory(
                 param.dtype,
                 param.numel(),
                 param.requires_grad,
-                ops.fits_blocks(param, is_over_rows(param)),
+                fits_blocks(param, is_over_rows(param)),
             )
             for param in model.parameters()
         ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, params_of
+from amp_ext.optim.formats import MASTER_KEYS, is_16_bit
 from amp_ext.optim.options import with_plain_options
 from amp_ext.optim.state_store import PlacedParam, float32_state, loaded_state
 from amp_ext.saved_dicts import first_keys, missing_entry
@@ -27,13 +29,21 @@ __all__ = [
     "operation_of",
     "read_state_dict",
     "saved_state_dict",
+    "without_wrappers",
 ]
 
 Options = dict[str, Any]
 
 
 _LAYOUT = ("state", "param_groups")
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+# Keys that every group may have: the parameters, a step count, and entries that schedulers write.
+_OF_EVERY_GROUP = (
+    "params", "param_names", "step", "initial_lr", "max_lr", "min_lr", "base_momentum", "swa_lr",
+    "max_momentum", "initial_weight_decay",
+)  # fmt: skip
+_FLAGS_OF_OTHERS = ("bias_correction", "correct_bias", "fixed_decay", "weight_decouple")
+# Parts that DDP, torch.compile, FSDP and checkpoint_wrapper insert into names of parameters.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @outside_inference_mode()
@@ -41,7 +51,7 @@ def _in_one_dtype(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state with its 16-bit tensors converted to float32, which loses nothing."""
     return {
         name: value.float()
-        if isinstance(value, Tensor) and value.dim() and value.dtype in _SIXTEEN_BIT
+        if isinstance(value, Tensor) and value.dim() and is_16_bit(value.dtype)
         else value
         for name, value in state.items()
     }
@@ -238,17 +248,103 @@ def _without_unused_moments(
 
 def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has all required options, and nothing that would change steps."""
+    operation, name = operation_of(optimizer), type(optimizer).__name__
+    users_may_add = True
+    for index, group in enumerate(state_dict["param_groups"]):
+        where = f"{operation}: param_groups[{index}]"
+        _check_required(optimizer, group, where)
+        users_may_add_here = _may_have_entries_of_users(optimizer, group)
+        users_may_add = users_may_add and users_may_add_here
+        unknown = _unknown_among(optimizer, group, users_may_add_here)
+        if unknown:
+            raise ValueError(
+                f"{where} must have only options of {name}, got {unknown}. Delete them from the "
+                "file if they don't change a step, or add the same keys to the optimizer's groups"
+            )
+        _check_flags(optimizer, group, index)
+    states = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
+    unknown = _unknown_among(optimizer, [key for state in states for key in state], users_may_add)
+    if unknown:
+        raise ValueError(
+            f"{operation}: state must have only entries of {name}, got {unknown}. Delete them from "
+            "the file if they don't change a step"
+        )
+
+
+def _check_required(optimizer: FusedOptimizer, group: Options, where: str) -> None:
+    """Checks that a group has the options that torch's class writes.
+
+    Adam also requires 'amsgrad', because files of RAdam, Adamax and others lack it. Files of
+    FusedAdam and of transformers' AdamW have 'bias_correction' or 'correct_bias' instead.
+    """
+    options = optimizer.description.options
+    missing = [
+        each.name for each in options if each.on_load == "required" and each.name not in group
+    ]
+    is_adam = any(each.name == "amsgrad" for each in options)
+    if is_adam and not {"amsgrad", "bias_correction", "correct_bias"} & group.keys():
+        missing.append("amsgrad")
+    if missing:
+        raise ValueError(f"{where} must have {missing}, got {list(group)}")
+
+
+def _may_have_entries_of_users(optimizer: FusedOptimizer, group: Options) -> bool:
+    """Returns True if amp_ext or torch since 2.4 wrote a group.
+
+    Such a group has ``master_weights``, or all flags that torch's class has.
+    """
+    flags = [
+        each.name in group
+        for each in optimizer.description.options
+        if not each.is_read and each.on_load == "off if missing"
+    ]
+    return "master_weights" in group or (bool(flags) and all(flags))
+
+
+def _unknown_among(
+    optimizer: FusedOptimizer, keys: Iterable[Any], users_may_add: bool
+) -> list[str]:
+    """Returns the keys that the optimizer does not know and that may change what a step does."""
+    description = optimizer.description
+    known = {
+        *_OF_EVERY_GROUP,
+        *_saved_flags(),
+        *MASTER_KEYS,
+        *optimizer.defaults,
+        *(key for group in optimizer.param_groups for key in group),
+        *(option.name for option in description.options),
+        *(buffer.name for buffer in description.buffers),
+    }
+    of_others = {*ops.names_of_all_options(), *ops.names_of_all_buffers()}
+    texts = dict.fromkeys(key for key in keys if isinstance(key, str) and key not in known)
+    return [key for key in texts if not users_may_add or key in of_others]
+
+
+def _saved_flags() -> list[str]:
+    """Returns the flags in files of other packages whose value a load must check."""
+    return [*ops.names_of_refused_flags(), *_FLAGS_OF_OTHERS]
+
+
+def _check_flags(optimizer: FusedOptimizer, group: Options, index: int) -> None:
     own = optimizer.param_groups
-    own_keys = {key for group in own for key in group if isinstance(key, str)}
-    ops.check_saved_groups(
-        operation_of(optimizer),
-        type(optimizer).__name__,
-        optimizer.description,
-        [*optimizer.defaults, *own_keys],
-        [bool(group["decoupled_weight_decay"]) for group in own],
-        [dict(group) for group in state_dict["param_groups"]],
-        [dict(state) for state in state_dict["state"].values() if isinstance(state, Mapping)],
-    )
+    for name in sorted(group.keys() & {*_saved_flags()}):
+        is_wanted = name in ("bias_correction", "correct_bias")
+        why = ""
+        if name == "fixed_decay":
+            why = ": the weight decay of a step is multiplied by lr"
+        elif name == "weight_decouple":
+            is_wanted = index < len(own) and bool(own[index]["decoupled_weight_decay"])
+            why = ". Set decoupled_weight_decay of the optimizer to the value in the file"
+        elif not is_wanted:
+            why = (
+                ". Set it to False in the state dict, or use an optimizer of torch.optim for "
+                f"{name} steps"
+            )
+        if bool(group[name]) != is_wanted:
+            raise ValueError(
+                f"{operation_of(optimizer)}: {name} of param_groups[{index}] must be {is_wanted}, "
+                f"got {group[name]}{why}"
+            )
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:
@@ -259,9 +355,7 @@ def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[
     groups, states = [], dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         kept = dict(group)
-        counts_for_states = ops.counts_for_states(kept)
-        kept.pop("bias_correction", None)
-        if counts_for_states:
+        if kept.pop("bias_correction", False) and "step" in kept:
             step = kept.pop("step")
             for key in group["params"]:
                 if states.get(key):
@@ -281,10 +375,16 @@ def _in_order_of_names(
     """
     for index, group in enumerate(groups):
         check_params(group, f"{operation}: %s of group {index}")
-    ops.check_lengths(
-        [len(group["params"]) for group in groups],
-        [len(group["params"]) for group in saved_groups],
+    own_lengths, saved_lengths = (
+        [len(group["params"]) for group in each] for each in (groups, saved_groups)
     )
+    if len(own_lengths) != len(saved_lengths):
+        raise ValueError("loaded state dict has a different number of parameter groups")
+    if own_lengths != saved_lengths:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of "
+            "optimizer's group"
+        )
     in_order = [dict(group) for group in saved_groups]
     own = [_names_in(group) for group in groups]
     saved = [_names_in(group) for group in saved_groups]
@@ -293,14 +393,44 @@ def _in_order_of_names(
         if has_names or any(map(is_flattened, group["params"])):
             loaded.pop("param_names", None)
             saved = [[] for _ in saved]
-    misplaced = ops.misplaced_param(own, saved)
-    if misplaced:
-        raise ValueError(f"{operation}: {misplaced}")
+    _check_places(operation, own, saved)
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
-        indices = ops.indices_by_name(names, saved_names)
+        indices = _indices_by_name(names, saved_names)
         if indices:
             loaded["params"] = [loaded["params"][index] for index in indices]
     return in_order
+
+
+def _indices_by_name(own: Sequence[str], saved: Sequence[str]) -> list[int]:
+    """Returns the index in ``saved`` of each name, or an empty list if the names differ.
+
+    Compares full names first, because a module may be named like a wrapper ("module").
+    """
+    for names, others in ((own, saved), (without_wrappers(own), without_wrappers(saved))):
+        places = {name: index for index, name in enumerate(others)}
+        if len(places) == len(others) == len(names) and places.keys() == set(names):
+            return [places[name] for name in names]
+    return []
+
+
+def _check_places(
+    operation: str, own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
+) -> None:
+    """Raises ValueError if a file has a parameter of the optimizer in another group."""
+    indices = _indices_by_name([*chain(*own)], [*chain(*saved)])
+    group_of = [group for group, names in enumerate(saved) for _ in names]
+    places = [(group, name) for group, names in enumerate(own) for name in names]
+    for (group, name), index in zip(places, indices, strict=False):
+        if group_of[index] != group:
+            raise ValueError(
+                f"{operation}: param_names of param_groups[{group}] must have {name!r}, got it in "
+                f"param_groups[{group_of[index]}]"
+            )
+
+
+def without_wrappers(names: Iterable[str]) -> list[str]:
+    """Returns names of parameters without the parts that wrappers such as DDP insert."""
+    return [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
 
 
 def _names_in(group: Options) -> list[str]:

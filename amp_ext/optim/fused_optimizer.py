@@ -27,6 +27,7 @@ from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, names_of_params, params_of
 from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state_dict
+from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import check_defaults, check_group, check_unique, defaults_of
@@ -180,10 +181,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             ) from None
         return found
 
-    def state_spec_of(self, group: dict[str, Any]) -> ops.StateSpec:
+    def state_spec_of(self, group: dict[str, Any]) -> StateSpec:
         """Returns the specification of the states that the parameters of a group have."""
-        spec: ops.StateSpec = self.description.state_spec(type(self).__name__, group)
-        return spec
+        return StateSpec.of(type(self).__name__, self.description, group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch.optim.Optimizer does.
@@ -267,7 +267,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}.init_state: param of {placed} is a lazy parameter, "
                     "which has no shape yet. Run the model once first."
                 )
-            placed.spec.check_is_stepped(placed.reference(), "init_state")
+            placed.check_is_stepped("init_state")
         if self.offload is not None:
             self.offload.init_state()
             return

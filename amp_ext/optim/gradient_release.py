@@ -18,7 +18,7 @@ from amp_ext.amp_protocol import AmpStepContext, GradScan, takes_released_gradie
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.grad_norms import norms_of_grads
-from amp_ext.optim.state_store import Local, PlacedParam, States, init_states
+from amp_ext.optim.state_store import PlacedParam, States, StepTensors, init_states
 from amp_ext.optim.step_plan import place_params
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
@@ -251,7 +251,7 @@ class GradientRelease:
     def _shard(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
         return local_tensor(param), local_grad(param, self._name)
 
-    def _init_state(self, index: int) -> tuple[States, list[Local]]:
+    def _init_state(self, index: int) -> tuple[States, list[StepTensors]]:
         stepped, placed = self._stepped(), self._params[index]
         spec = stepped.state_spec_of(stepped.param_groups[placed.group_index])
         return init_states(stepped.state, [placed._replace(spec=spec)])

@@ -20,6 +20,7 @@ from amp_ext import ops
 from amp_ext.amp_protocol import AmpStepContext
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
+from amp_ext.optim.formats import StateSpec, fits_blocks
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.host_buffers import (
     BUFFERS,
@@ -705,9 +706,9 @@ def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None or param in optimizer.state
 
 
-def _state_bytes(optimizer: FusedOptimizer, spec: ops.StateSpec, param: Tensor) -> int:
+def _state_bytes(optimizer: FusedOptimizer, spec: StateSpec, param: Tensor) -> int:
     """Returns the bytes of a parameter's state, without its step counter."""
-    numel, has_blocks = param.numel(), ops.fits_blocks(param, True)
+    numel, has_blocks = param.numel(), fits_blocks(param)
     dtype = _MOMENT_DTYPES.get(spec.state_dtype, spec.state_dtype) or param.dtype
     buffers = optimizer.description.buffers[: len(spec.names)]
     size = sum(bytes_of_moment(numel, dtype, each.code, has_blocks) for each in buffers)

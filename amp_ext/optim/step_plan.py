@@ -11,8 +11,9 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.amp_protocol import GradScan, to_device
+from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.state_store import Local, PlacedParam, States, init_states
+from amp_ext.optim.state_store import PlacedParam, States, StepTensors, init_states
 from amp_ext.sharding import (
     ShardedOver,
     global_offset,
@@ -29,7 +30,7 @@ Row = tuple[int, int, Tensor, "int | None", int]
 
 
 def place_params(
-    name: str, optimizer: Any, specs: Sequence[ops.StateSpec]
+    name: str, optimizer: Any, specs: Sequence[StateSpec]
 ) -> tuple[ShardedOver, list[PlacedParam], list[Row]]:
     """Lists the parameters of all groups, for the compiled module to register.
 
@@ -127,9 +128,7 @@ class StepPlan:
         self.grad_norms = None
         self._set(ShardedOver(), [], [])
 
-    def register_params(
-        self, optimizer: Any, specs: Sequence[ops.StateSpec], operation: str
-    ) -> None:
+    def register_params(self, optimizer: Any, specs: Sequence[StateSpec], operation: str) -> None:
         """Registers the parameters of all groups. A step adds states for parameters with gradients.
 
         Args:
@@ -230,7 +229,9 @@ class StepPlan:
             for index, param, name in self._dtensors
         ]
 
-    def make_states(self, states: dict[Any, Any], indices: list[int]) -> tuple[States, list[Local]]:
+    def make_states(
+        self, states: dict[Any, Any], indices: list[int]
+    ) -> tuple[States, list[StepTensors]]:
         """Initializes missing states of parameters, but does not store them in the optimizer.
 
         Args:

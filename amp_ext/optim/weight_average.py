@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
+from amp_ext.optim.checkpoints import without_wrappers
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.state_store import masters_in
 from amp_ext.plain_numbers import is_count, is_number, plain
@@ -513,7 +514,7 @@ def _tensors_of(model: Any) -> dict[str, Tensor]:
 
 def _bare(named: dict[str, Any]) -> dict[str, Any]:
     """Drops the prefixes of wrappers from names, unless two names would be the same."""
-    bare = dict(zip(ops.without_wrappers([*named]), named.values(), strict=True))
+    bare = dict(zip(without_wrappers([*named]), named.values(), strict=True))
     return bare if len(bare) == len(named) else named
 
 

@@ -350,6 +350,11 @@ bool may_dither(const GroupOptions& options) {
   return may_dither(options.master_weights(), options.state_dtype(), options.rounding());
 }
 
+StateSpec state_spec_of(const GroupOptions& options, const StateRequirements& requirements) {
+  return {options.description().buffers, buffer_count(options), requirements.counted_steps(),
+          options.master_weights(),      options.state_dtype(), options.rounding()};
+}
+
 int buffer_count(const GroupOptions& options) {
   const std::vector<BufferDescription>& buffers = options.description().buffers;
   const char* const option = buffers.back().option;

@@ -150,6 +150,24 @@ struct ClippingOptions {
 AMP_EXT_API ClippingOptions clipping_options(const std::string& optimizer,
                                              const std::vector<const GroupOptions*>& groups);
 
+// What the options of a group determine of its states. Two groups with equal specs have states in
+// the same formats.
+struct StateSpec {
+  at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
+  int buffer_count = 0;                     // how many of `buffers` the group uses
+  bool keeps_step = true;                   // whether states have a step count
+  MasterWeights master_weights = true;
+  StateDType state_dtype;
+  std::optional<std::string> rounding;
+
+  friend bool operator==(const StateSpec& a, const StateSpec& b) {
+    return a.buffer_count == b.buffer_count && a.keeps_step == b.keeps_step &&
+           a.master_weights == b.master_weights && a.state_dtype == b.state_dtype &&
+           a.rounding == b.rounding;
+  }
+};
+StateSpec state_spec_of(const GroupOptions& options, const StateRequirements& requirements);
+
 // True if the options of a group allow dithering, whatever the dtypes of its parameters.
 AMP_EXT_API bool may_dither(const MasterWeights& master_weights, const StateDType& state_dtype,
                             const std::optional<std::string>& rounding);

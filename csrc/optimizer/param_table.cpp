@@ -12,7 +12,11 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
     return a.buffer_count < b.buffer_count;
   };
   const auto most = std::max_element(specs.begin(), specs.end(), keeps_more);
-  if (most != specs.end()) checks_.buffer_names = most->names();
+  checks_.buffer_names.clear();
+  if (most != specs.end()) {
+    for (int i = 0; i < most->buffer_count; ++i)
+      checks_.buffer_names.emplace_back(most->buffers[i].name);
+  }
   specs_ = std::move(specs);
   slots_.reserve(params.size());
   has_dtensors_ = is_partitioned_ = false;

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "optimizer/group_table.h"
+#include "optimizer/optimizer_description.h"
 #include "optimizer/param_slot.h"
 #include "optimizer/param_slot_checks.h"
-#include "optimizer/states.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {

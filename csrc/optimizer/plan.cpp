@@ -146,7 +146,7 @@ void GroupSettings::read(const std::string& optimizer,
   table = description.table(groups);
   clipping = optim::clipping_options(optimizer, groups);
   for (size_t i = 0; i < groups.size(); ++i) {
-    specs.push_back(optim::state_spec_of(optimizer, *groups[i], table.groups[i].requirements));
+    specs.push_back(optim::state_spec_of(*groups[i], table.groups[i].requirements));
   }
 }
 

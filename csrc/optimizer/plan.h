@@ -19,8 +19,8 @@
 #include "optimizer/grad_scan.h"
 #include "optimizer/group_table.h"
 #include "optimizer/last_step.h"
+#include "optimizer/optimizer_description.h"
 #include "optimizer/param_table.h"
-#include "optimizer/states.h"
 #include "optimizer/step.h"
 #include "optimizer/step_outputs.h"
 

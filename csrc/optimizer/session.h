@@ -12,7 +12,6 @@
 #include "optimizer/group_table.h"
 #include "optimizer/optimizer_description.h"
 #include "optimizer/plan.h"
-#include "optimizer/states.h"
 
 namespace amp_ext {
 

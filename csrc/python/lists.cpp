@@ -9,9 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "optimizer/moments.h"
 #include "optimizer/optimizer_description.h"
-#include "optimizer/states.h"
 #include "python/group_options.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
@@ -87,6 +85,12 @@ const char* name_of(BufferRole role) {
   return nullptr;
 }
 
+// Returns the suffix of a quantized format in keys; "" for kNone.
+const char* name_of(BufferCode code) {
+  static constexpr const char* kNames[] = {"", "q8h", "q8s", "q8m"};
+  return kNames[static_cast<int>(code)];
+}
+
 // Defines the description of an optimizer, and its operation over lists, for example adam_. The
 // operation takes keyword arguments only.
 template <typename Hyperparameters>
@@ -135,8 +139,8 @@ void define_descriptions(py::module_& module) {
       .def_property_readonly("role",
                              [](const BufferDescription& self) { return name_of(self.role); })
       .def_readonly("dither_stride", &BufferDescription::dither_stride)
-      .def_property_readonly(
-          "code", [](const BufferDescription& self) { return optim::name_of(self.code); })
+      .def_property_readonly("code",
+                             [](const BufferDescription& self) { return name_of(self.code); })
       .def_readonly("option", &BufferDescription::option);
   using Description = BoundDescription;
   py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
@@ -157,12 +161,17 @@ void define_descriptions(py::module_& module) {
             group.contains("params") ? optim::check_group(options) : optim::check_values(options);
           },
           py::arg("options"), py::arg("where"), py::arg("shown"))
+      .def_property_readonly(
+          "counts_from_buffer",
+          [](const Description& self) { return self.description.counts_from_buffer; })
       .def(
-          "state_spec",
-          [](const Description& self, std::string optimizer, const py::dict& group) {
-            return optim::state_spec_of(std::move(optimizer), DictOptions(self, group));
+          "state_needs",
+          [](const Description& self, const py::dict& group) {
+            const DictOptions options(self, group);
+            const StateRequirements needs = self.description.requirements(options);
+            return std::make_tuple(optim::buffer_count(options), needs.step, needs.dither);
           },
-          py::arg("optimizer"), py::arg("group"));
+          py::arg("group"));
 }
 
 }  // namespace

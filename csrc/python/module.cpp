@@ -11,7 +11,6 @@
 #include "elements/numeric.h"
 #include "files/atomic_file.h"
 #include "optimizer/optimizer_description.h"
-#include "optimizer/param_names.h"
 
 PYBIND11_MODULE(_C, module) {
   using namespace amp_ext;
@@ -22,14 +21,11 @@ PYBIND11_MODULE(_C, module) {
   python::define_guard(module);
   python::define_plan(module);
   python::define_gradient_release(module);
-  python::define_states(module);
   module.def("cpu_isa", &cpu_isa);
   module.def("configured_options", &optim::configured_options);
   module.def("names_of_all_buffers", &optim::names_of_all_buffers);
-  module.def("without_wrappers", py::overload_cast<const Names&>(&without_wrappers),
-             py::arg("names"));
-  module.def("indices_by_name", &indices_by_name, py::arg("own"), py::arg("saved"));
-  module.def("misplaced_param", &misplaced_param, py::arg("own"), py::arg("saved"));
+  module.def("names_of_all_options", &optim::names_of_all_options);
+  module.def("names_of_refused_flags", &optim::names_of_refused_flags);
   module.def(
       "open_atomic",
       [](const std::string& path) {

@@ -12,6 +12,5 @@ void define_lists(py::module_& module);
 void define_guard(py::module_& module);
 void define_plan(py::module_& module);
 void define_gradient_release(py::module_& module);
-void define_states(py::module_& module);
 
 }  // namespace amp_ext::python

@@ -45,12 +45,13 @@ void put_states(const py::object& states, const py::dict& made) {
 }
 
 std::vector<ParamState> states_of_step(const py::object& initialized, py::set& keys) {
+  using Tensors = std::tuple<py::list, TensorList, OptionalTensor, OptionalTensor, OptionalTensor>;
   std::vector<ParamState> states;
   for (const py::handle each : initialized) {
-    const auto parts = py::cast<std::tuple<optim::StateSpec*, optim::ParamRef*, py::dict>>(each);
-    states.push_back(optim::state_of_step(*std::get<0>(parts), *std::get<1>(parts),
-                                          state_of(std::get<2>(parts))));
-    for (const auto& part : std::get<2>(parts)) keys.add(part.first);
+    auto [own_keys, buffers, master, step, exponents] = py::cast<Tensors>(each);
+    for (const py::handle key : own_keys) keys.add(key);
+    const auto of = [](OptionalTensor& tensor) { return std::move(tensor).value_or(at::Tensor()); };
+    states.push_back({std::move(buffers), of(master), of(step), of(exponents)});
   }
   return states;
 }

@@ -4,22 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "optimizer/states.h"
-
 namespace amp_ext {
-
-// Converts the state of one parameter, a dict of tensors.
-inline optim::StateMap state_of(const pybind11::dict& tensors) {
-  optim::StateMap state;
-  for (const auto& [key, tensor] : tensors) {
-    state.emplace_back(pybind11::cast<std::string>(key), pybind11::cast<at::Tensor>(tensor));
-  }
-  return state;
-}
 
 // The state tensors that a Plan updates, or those of one parameter. Each step compares them with
 // `optimizer.state`. The comparison walks through the dicts in order, which is fast because it
