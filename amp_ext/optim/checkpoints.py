@@ -341,10 +341,9 @@ def _check_flags(optimizer: FusedOptimizer, group: Options, index: int) -> None:
                 f"{name} steps"
             )
         if bool(group[name]) != is_wanted:
-            raise ValueError(
-                f"{operation_of(optimizer)}: {name} of param_groups[{index}] must be {is_wanted}, "
-                f"got {group[name]}{why}"
-            )
+            place = f"{operation_of(optimizer)}: {name} of param_groups[{index}"
+            wanted = "] must be True, got " if is_wanted else "] must be False, got "
+            raise ValueError(f"{place}{wanted}{group[name]}{why}")
 
 
 def _with_own_steps(state_dict: Mapping[str, Any]) -> tuple[list[Options], dict[Any, Any]]:

@@ -12,8 +12,8 @@ void ParamTable::register_params(std::vector<optim::StateSpec> specs,
     return a.buffer_count < b.buffer_count;
   };
   const auto most = std::max_element(specs.begin(), specs.end(), keeps_more);
-  checks_.buffer_names.clear();
   if (most != specs.end()) {
+    checks_.buffer_names.clear();
     for (int i = 0; i < most->buffer_count; ++i)
       checks_.buffer_names.emplace_back(most->buffers[i].name);
   }

@@ -649,14 +649,14 @@ def test_load_makes_no_state_beside_the_parameters(monkeypatch: pytest.MonkeyPat
     optimizer, other = beside_offloaded(dtype=BF16, master_weights="split8", state_dtype="8bit")
     trained(other)
     beside: list[Tensor] = []
-    registered = PlacedParam.registered
+    local = PlacedParam.local.fget
 
-    def recorded(placed: PlacedParam) -> Any:
+    def recorded(placed: PlacedParam) -> Tensor:
         beside.append(placed.param)
-        return registered(placed)
+        return local(placed)
 
     file = other.state_dict()
-    monkeypatch.setattr(PlacedParam, "registered", recorded)
+    monkeypatch.setattr(PlacedParam, "local", property(recorded))
     optimizer.load_state_dict(file)
     trained(optimizer)
     amp_ext.optim.float32_state_dict(optimizer)
