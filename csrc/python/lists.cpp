@@ -87,8 +87,17 @@ const char* name_of(BufferRole role) {
 
 // Returns the suffix of a quantized format in keys; "" for kNone.
 const char* name_of(BufferCode code) {
-  static constexpr const char* kNames[] = {"", "q8h", "q8s", "q8m"};
-  return kNames[static_cast<int>(code)];
+  switch (code) {
+    case BufferCode::kNone:
+      return "";
+    case BufferCode::kRatio:
+      return "q8h";
+    case BufferCode::kRoot:
+      return "q8s";
+    case BufferCode::kMagnitude:
+      return "q8m";
+  }
+  return nullptr;
 }
 
 // Defines the description of an optimizer, and its operation over lists, for example adam_. The
