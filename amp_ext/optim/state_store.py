@@ -394,7 +394,8 @@ def _loaded_parts(placed: PlacedParam, saved: Mapping[str, Any]) -> Tensors:
     loaded: Tensors = {}
     for key, value in saved.items():
         if key == "step":
-            loaded[key] = torch.full((), float(_number(value)), device=local.device)
+            steps = float(_number(value))
+            loaded[key] = torch.full((), steps, dtype=torch.float32, device=local.device)
         elif key not in MASTER_KEYS:
             loaded |= in_order
         elif masters and master_key:
