@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from amp_ext import ops
+from amp_ext.optim.options import CODED_STATES
 
 __all__ = [
     "MASTER_KEYS",
+    "RESIDUAL_KEYS",
     "MomentFormat",
     "StateSpec",
     "convert_master",
@@ -48,16 +50,21 @@ _RESIDUALS = {
 }
 #: The keys of masters in all formats.
 MASTER_KEYS = (FP32_MASTER, *_RESIDUALS)
+#: Maps the dtype of a parameter to the keys of its residuals.
+RESIDUAL_KEYS = {
+    wanted: tuple(key for key, (_, dtype) in _RESIDUALS.items() if dtype == wanted)
+    for wanted in (torch.float16, torch.bfloat16)
+}
 _BITS = {"split": 16, "split8": 8}
 _BLOCK = 32  # elements with one exponent
-_LEAST_ELEMENTS = 4096  # of a moment in blocks; a smaller one would save little memory
+_LEAST_ELEMENTS = 4096  # number of elements of a moment in blocks; fewer would save little memory
 
 Tensors = dict[str, Tensor]
 
 
 def is_16_bit(dtype: torch.dtype) -> bool:
     """Returns True for the dtypes of parameters that have masters."""
-    return dtype in (torch.float16, torch.bfloat16)
+    return dtype in RESIDUAL_KEYS
 
 
 # Masters.
@@ -404,7 +411,7 @@ class StateSpec:
             param: The unsharded parameter, so that all ranks have the same formats.
             shards_whole_rows: See :func:`fits_blocks`.
         """
-        is_coded = self.state_dtype in ("8bit", "8bit-bf16") and param.dtype != torch.float64
+        is_coded = self.state_dtype in CODED_STATES and param.dtype != torch.float64
         codes = {"q8h"} if is_coded else set()
         if is_coded and fits_blocks(param, shards_whole_rows):
             codes |= {"q8m", "q8s"} if self.state_dtype == "8bit" else {"q8m"}

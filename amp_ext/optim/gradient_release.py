@@ -119,7 +119,7 @@ class GradientRelease:
         self._known: tuple[Any, ...] = ()  # inputs of the list of parameters below
         self._params: list[PlacedParam] = []
         self._hooks: dict[int, Any] = {}  # handles, by the id of the parameter
-        self._norms: dict[int, Tensor] = {}  # of gradients of this iteration, in the same way
+        self._norms: dict[int, Tensor] = {}  # norms of gradients in this iteration, by id
         self._check_scaler_ranks()
         if optimizer.offload is not None:
             optimizer.offload.synchronize()

@@ -35,7 +35,7 @@ __all__ = [
 
 
 States = dict[Any, dict[str, Any]]
-# What the compiled step takes of a state: its keys, its buffers, master, step count and exponents.
+# The parts of a state that the compiled step takes: keys, buffers, master, step count, exponents.
 StepTensors = tuple[list[str], list[Tensor], "Tensor | None", "Tensor | None", "Tensor | None"]
 _LARGEST_STEP = torch.finfo(torch.float32).max
 
@@ -379,15 +379,15 @@ def _loaded_parts(placed: PlacedParam, saved: Mapping[str, Any]) -> Tensors:
         for form in formats.formats_with_codes(saved, name):
             for key in form.keys:
                 moments[key] = form.empty(key, local).copy_(saved[key])
-    has_codes = bool(moments)
-    for wanted in placed.formats:
+    has_codes, configured = bool(moments), placed.formats
+    for wanted in configured:
         if wanted.name in saved:
             # A second moment stays float32 until the ratios to its root are quantized.
             is_exact = not wanted.code and (not has_codes or wanted.dtype == torch.float64)
             dtype = wanted.dtype if is_exact else torch.float32
             moments[wanted.name] = copied(saved[wanted.name], dtype)
     # Unused moments are kept, too, because a training loop may change the group's options.
-    present = [each for each in placed.formats if formats.has_moment(moments, each.name)]
+    present = [each for each in configured if formats.has_moment(moments, each.name)]
     converted = formats.convert_moments(moments, present, local)
     in_order = {key: converted[key] for each in present for key in each.keys}
     master_key = spec.master_key(placed.param)

@@ -16,6 +16,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import without_wrappers
+from amp_ext.optim.formats import RESIDUAL_KEYS
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.state_store import masters_in
 from amp_ext.plain_numbers import is_count, is_number, plain
@@ -32,10 +33,6 @@ from amp_ext.sharding import (
 __all__ = ["WeightAverage"]
 
 _NO_RESIDUAL = torch.empty(0)
-_RESIDUALS = {  # keys of residuals by the dtype of their parameters
-    torch.float16: ("master_low_fp16", "master_low8_fp16"),
-    torch.bfloat16: ("master_low_bf16", "master_low8_bf16"),
-}
 Lists = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their averages
 
 
@@ -122,7 +119,7 @@ class WeightAverage:
         self.optimizer, self.decay, self.every = optimizer, decay, every
         self.dtype, self.model, self.warmup = dtype, model, warmup
         self._averages: dict[Tensor, Tensor] = {}  # this rank's shards, by parameter
-        self._joined: set[Tensor] = set()  # whose averages start again after the next step
+        self._joined: set[Tensor] = set()  # parameters whose averages start again after a step
         with outside_inference_mode():
             # The numbers of applied steps and of averages.
             self._counts = torch.zeros(2, dtype=torch.float64, device=optimizer._first_device())
@@ -198,12 +195,12 @@ class WeightAverage:
                 weights = [local_tensor(param) for param in params]
                 offsets = [global_offset(param) if is_dtensor(param) else 0 for param in params]
             for index, param in enumerate(params):
-                state = states.get(param) if param.dtype in _RESIDUALS else None
+                state = states.get(param) if param.dtype in RESIDUAL_KEYS else None
                 if not state:
                     continue
                 master, part = state.get("master_param"), weights[index]
                 if master is None:
-                    low, low8 = _RESIDUALS[param.dtype]
+                    low, low8 = RESIDUAL_KEYS[param.dtype]
                     residual = state.get(low, state.get(low8, _NO_RESIDUAL))
                     residuals[index] = local_tensor(residual) if are_sharded else residual
                     continue

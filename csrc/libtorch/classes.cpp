@@ -335,7 +335,7 @@ Tensors FusedOptimizer<Options>::saved_tensors(const Tensors& archived) {
 
 template <typename Options>
 void FusedOptimizer<Options>::save(OutputArchive& archive) const {
-  write(archive, const_cast<FusedOptimizer&>(*this).saved_tensors());  // which completes states
+  write(archive, const_cast<FusedOptimizer&>(*this).saved_tensors());  // completes states
 }
 
 template <typename Options>

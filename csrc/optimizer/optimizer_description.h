@@ -150,8 +150,8 @@ struct ClippingOptions {
 AMP_EXT_API ClippingOptions clipping_options(const std::string& optimizer,
                                              const std::vector<const GroupOptions*>& groups);
 
-// What the options of a group determine of its states. Two groups with equal specs have states in
-// the same formats.
+// Properties of states that the options of a group determine. Two groups with equal specs have
+// states in the same formats.
 struct StateSpec {
   at::ArrayRef<BufferDescription> buffers;  // all buffers of the formula, in static memory
   int buffer_count = 0;                     // how many of `buffers` the group uses

@@ -49,7 +49,7 @@ class OptionsOf : public torch::optim::OptimizerOptions {
   AMP_EXT_OPTION(double, lr, numbers_.lr)
   // Weight decay. A step uses the product of this value and the learning rate.
   AMP_EXT_OPTION(double, weight_decay, numbers_.weight_decay)
-  // Of Adam: decay rates of the first and of the second moment. Of Lion: decay rates of two
+  // Decay rates of the first and of the second moment of Adam. For Lion, decay rates of two
   // averages of the gradients; the step takes the sign of the first, and the state stores the
   // second.
   Derived& betas(std::tuple<double, double> value) {
@@ -172,7 +172,7 @@ class AMP_EXT_API ScaledOptimizer : public torch::optim::Optimizer {
  protected:
   using Optimizer::Optimizer;
 
-  GradientOptions scaled_;  // what the scaler knows of the gradients that it calls step() with
+  GradientOptions scaled_;  // inputs of a step() that the scaler calls
 
  private:
   friend class amp_ext::GradScaler;
@@ -300,7 +300,7 @@ class AMP_EXT_API GradScaler {
 
  private:
   enum class Stage { kReady, kUnscaled, kStepped };
-  // What happened to an optimizer since the last update.
+  // Progress of an optimizer since the last update.
   struct Iteration {
     Stage stage = Stage::kReady;
     TensorList found_infs;  // one float32 for each device; not 0 if a gradient has inf or NaN

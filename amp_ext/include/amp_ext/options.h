@@ -71,7 +71,7 @@ struct AMP_EXT_API StepParam {
   // True if the parameter was not written since its float32 master weight was, so that the step
   // need not compare them.
   bool master_is_current = false;
-  int64_t global_offset = 0;  // as in StepLists
+  int64_t global_offset = 0;  // index of the first element, see StepLists
 };
 
 // Names that the error messages of a step use for the operation and for its lists of buffers.
