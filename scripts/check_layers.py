@@ -121,6 +121,8 @@ def check_includes() -> Iterator[tuple[Path, int, str]]:
                     yield path, line, f'"{name}" belongs to a higher layer'
                 elif layer(target) == mine and Path(name).parts[0] != folder:
                     yield path, line, f'"{name}" belongs to another folder of the same layer'
+                elif folder == "libtorch" and layer(target) > FOLDERS["tensors"]:
+                    yield path, line, f'"{name}": libtorch/ uses operations through <amp_ext/ops.h>'
                 continue
             if name.startswith("amp_ext/"):
                 target = PUBLIC / name
