@@ -275,13 +275,9 @@ class WeightAverage:
                 "fully_shard instead."
             )
         parts = [local_tensor(param) for param in params]
-        states = [optimizer.state.get(param, {}) for param in params]
-        residuals = [
-            local_tensor(residual)
-            for state in states
-            for key, residual in masters_in(state).items()
-            if key != "master_param"
-        ]
+        masters = [masters_in(optimizer.state.get(param, {})) for param in params]
+        low = [each for found in masters for key, each in found.items() if key != "master_param"]
+        residuals = [local_tensor(residual) for residual in low]
         with outside_inference_mode():
             saved = [(each, each.clone()) for each in (*parts, *residuals)]
         versions = [part._version for part in parts]
@@ -292,7 +288,7 @@ class WeightAverage:
                     part.copy_(local_tensor(average))
                 for residual in residuals:
                     residual.zero_()  # the master equals the parameter
-            self._forget_casts()
+            _forget_copies(self.model)
             yield
         finally:
             changed = [each.shape != before.shape for each, before in saved]
@@ -305,17 +301,12 @@ class WeightAverage:
             writes = {id(param): part._version - version for param, part, version in ended}
             optimizer._plan.compiled.forget_writes(writes)
             optimizer._plan.averages_are_in = False
-            self._forget_casts()
+            _forget_copies(self.model)
             if any(changed):
                 raise RuntimeError(
                     f"WeightAverage.swap: param {changed.index(True)} got another shape, so it was "
                     "not restored. Convert the model outside the swap."
                 )
-
-    def _forget_casts(self) -> None:
-        """Lets autocast cast the parameters again, and ``fully_shard`` gather them again."""
-        torch.clear_autocast_cache()
-        _reshard(self.model)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
@@ -385,7 +376,7 @@ class WeightAverage:
                 f"{operation}: this average has no model, so its parameters have no names. "
                 "Construct it as WeightAverage(optimizer, model=model)."
             )
-        _reshard(self.model)
+        _forget_copies(self.model)
         tensors, found = _bare(_tensors_of(self.model)), self.averages
         averages = dict(zip(map(id, self._averages), found, strict=True))
         if averages.keys() - map(id, tensors.values()):
@@ -473,7 +464,7 @@ class WeightAverage:
             self.remove()
 
 
-def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], None]:
+def _hook_of(reference: weakref.ref[WeightAverage]) -> Callable[..., None]:
     """Returns a hook for an optimizer's steps that does not keep the average alive.
 
     The hook does nothing once the average is deleted. It stays registered then, because the garbage
@@ -481,13 +472,13 @@ def _hook_of(average: weakref.ref[WeightAverage]) -> Callable[[Any, Any, Any], N
     """
     captured: list[WeightAverage] = []
 
-    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        held = average()
-        if held is None:
+    def after_step(*_: Any) -> None:
+        average = reference()
+        if average is None:
             return
-        held._update()
-        if held._counts.is_cuda and torch.cuda.is_current_stream_capturing():
-            captured[:] = [held]  # keeps the average alive: replays of the graph will write it
+        average._update()
+        if average._counts.is_cuda and torch.cuda.is_current_stream_capturing():
+            captured[:] = [average]  # keeps it alive, because replays of the graph will write it
 
     return after_step
 
@@ -515,8 +506,9 @@ def _bare(named: dict[str, Any]) -> dict[str, Any]:
     return bare if len(bare) == len(named) else named
 
 
-def _reshard(model: nn.Module | None) -> None:
-    """Makes modules of ``fully_shard`` gather their parameters again before the next use."""
+def _forget_copies(model: nn.Module | None) -> None:
+    """Makes autocast cast the parameters again, and ``fully_shard`` gather them again."""
+    torch.clear_autocast_cache()
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for module in () if model is None else model.modules():
         if isinstance(module, sharded):

@@ -97,6 +97,8 @@ def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would
     step(optimizer)
     with torch.no_grad():
         params[0].copy_(torch.arange(5.0))
+    begun = WeightAverage(optimizer)  # the gradient is still there
+    assert same_bits(begun.averages[0], params[0].float())
     params[0].grad, params[1].grad = None, torch.ones_like(params[1])
     optimizer.step()
     assert same_bits(average.averages[0], params[0].float())
