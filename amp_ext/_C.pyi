@@ -82,25 +82,6 @@ class LossScale:
         self, initial_scale: float
     ) -> tuple[int, int, int, int, float, float, float, str | None]: ...
 
-class NormStatistics:  # mean and deviation of gradient norms, by which a NormGuard skips or clips
-    def __init__(
-        self,
-        sigma_factor: float,
-        window: int,
-        warmup_steps: int,
-        max_norm: float,
-        patience: int,
-        clips: bool,
-    ) -> None: ...
-    def state(self, wait: bool) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
-    def limits(self, wait: bool) -> tuple[float, float]: ...  # (deviation, limit) of the norm
-    def last_step_skipped(self, wait: bool) -> bool: ...
-    def history(self, wait: bool) -> tuple[int, list[float], list[bool]]: ...
-    def must_warn(self) -> bool: ...
-    @staticmethod
-    def warning() -> str: ...
-
 class PlanAnswer(enum.Enum):  # what the caller of a Plan must do next
     REGISTER_PARAMS = 1  # parameters or options have changed: register the parameters, ask again
     NEEDS_GLOBAL_NORM = 2  # add up the sums of squares over all ranks, and pass them
@@ -153,9 +134,6 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     # Ignores writes that left the parameters as they were: how many, by id() of the parameter.
     def forget_writes(self, writes: dict[int, int]) -> None: ...
     def track_step_applied(self) -> None: ...
-    def set_guard(self, guard: NormStatistics | None) -> None: ...
-    # Returns whether a step needs the norm of all gradients.
-    def needs_norm(self, max_grad_norm: float | None) -> bool: ...
     # Each of `rows` is (group, index in the group, parameter, partition, offset of the local
     # shard's first element in the unsharded parameter). The partition is None without sharding.
     def register_params(
@@ -167,7 +145,12 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
     # The methods that take `step_plan` may all return REGISTER_PARAMS, and step() may return
     # NEEDS_GLOBAL_NORM.
     def scan(
-        self, step_plan: Any, optimizer: Any, found_inf: Tensor, grad_scale: Tensor | None
+        self,
+        step_plan: Any,
+        optimizer: Any,
+        found_inf: Tensor,
+        grad_scale: Tensor | None,
+        sums_squares: bool,
     ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | PlanAnswer: ...
     def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | PlanAnswer: ...
     def step(
@@ -178,6 +161,8 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
+        max_norm: Tensor | None,
+        is_of_scaler: bool,
         chunks: Any = None,
     ) -> PlanAnswer: ...
     # Returns found_inf and sum_of_squares for a step of another plan.
@@ -188,6 +173,7 @@ class Plan:  # the checked parameters, gradients and states of one optimizer, ca
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
+        is_of_scaler: bool,
     ) -> tuple[Tensor | None, Tensor | None] | PlanAnswer: ...
     def remember_copied_step(
         self, step_plan: Any, optimizer: Any, had_scale: bool

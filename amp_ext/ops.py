@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     BufferDescription = _C.BufferDescription
     OptimizerDescription = _C.OptimizerDescription
     OptionDescription = _C.OptionDescription
-    NormStatistics = _C.NormStatistics
     GradientRelease = _C.GradientRelease
     Plan = _C.Plan
     PlanAnswer = _C.PlanAnswer

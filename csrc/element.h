@@ -19,9 +19,8 @@ struct StepDecision {
   float clip_coefficient;
   double clip_coefficient64;  // coefficient for float64 gradients
   float grad_norm;            // norm of the unscaled gradients; 0 if it was not requested
-  bool skip;                  // true after an overflow, or if a guard rejects the norm
+  bool skip;                  // true after an overflow
   bool skip_nonfinite;
-  bool overflow;
 
   // Returns the value of the device flag `step_applied`.
   AMP_EXT_INLINE float step_applied() const { return skip ? 0.0f : 1.0f; }
@@ -32,39 +31,20 @@ struct StepDecision {
     const float scale = inputs.grad_scale != nullptr ? *inputs.grad_scale : 1.0f;
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
     double max_norm = inputs.max_grad_norm;
-    double limit = 0.0;
-    bool clips_outliers = false;
-    if (inputs.guard != nullptr) {
-      limit = inputs.guard->limit;
-      clips_outliers = inputs.guard->hyperparameters.clips;
-    }
-    StepDecision factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite, false};
+    if (inputs.max_norm != nullptr && *inputs.max_norm < max_norm) max_norm = *inputs.max_norm;
+    StepDecision factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite};
     if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
-    factor.overflow = factor.skip = overflow || !is_finite(factor.inv_scale);
+    factor.skip = overflow || !is_finite(factor.inv_scale);
     if (inputs.sum_of_squares == nullptr) return factor;
     const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
     factor.grad_norm = static_cast<float>(norm);
-    if (inputs.guard != nullptr) {
-      const bool is_out = is_outlier(factor.grad_norm, limit);
-      if (is_out && clips_outliers && limit < max_norm) max_norm = limit;
-      const bool is_unknown = !is_finite(factor.grad_norm) && !inputs.skip_nonfinite;
-      factor.skip |= is_unknown || (is_out && !clips_outliers);
-      if (!is_finite(max_norm)) return factor;
-    }
+    if (inputs.max_norm != nullptr && !is_finite(max_norm)) return factor;  // clips nothing
     factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
     // If the norm overflows or the coefficient underflows, compute in float64.
     const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
     factor.clip_coefficient64 =
         fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
     return factor;
-  }
-
-  // Adds the norm to the statistics of the guard and changes its limit. Call it after the last
-  // kernel that reads the inputs.
-  static AMP_EXT_INLINE void end_guarded_step(const GradientInputs& inputs) {
-    const StepDecision factor = read(inputs);
-    const bool is_absent = factor.overflow || inputs.sum_of_squares == nullptr;
-    amp_ext::end_guarded_step(factor.grad_norm, is_absent, factor.skip, *inputs.guard);
   }
 };
 

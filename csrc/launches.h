@@ -10,7 +10,6 @@
 #include "elements/clipping.h"
 #include "elements/loss_scale.h"
 #include "elements/mirror.h"
-#include "elements/norm_guard.h"
 #include "elements/numbers.h"
 #include "elements/numeric.h"
 #include "elements/scaler_report.h"
@@ -102,7 +101,7 @@ struct GradientInputs {
   const double* sum_of_squares = nullptr;
   double max_grad_norm = std::numeric_limits<double>::infinity();  // for the unscaled gradients
   bool skip_nonfinite = false;       // leave elements unchanged if their gradient is inf or NaN
-  NormGuardMemory* guard = nullptr;  // [1], checks the norm, requires sum_of_squares; or null
+  const double* max_norm = nullptr;  // [1], another limit of the norm, inf for none; or null
 };
 
 // One optimizer step of many tensors.
@@ -114,7 +113,6 @@ struct StepLaunch {
   GradientInputs inputs;
   float* grad_norm;   // [1], receives the norm of the unscaled gradients; or null
   bool* is_launched;  // [count], all false; set to true for each tensor whose kernel was launched
-  bool ends_guarded;  // true if the last kernel must add the norm to the guard's statistics
   // [1], set to 1 if the step is applied and to 0 if it is skipped; or null.
   float* step_applied = nullptr;
   bool may_take_fast_path = true;  // allow the fast CUDA kernels, which give the same bits

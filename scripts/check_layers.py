@@ -23,20 +23,21 @@ FOLDERS = {
     "kernels.h": 1,
     "launches.h": 2,
     "element.h": 3,
-    "cpu": 4,
-    "cuda": 4,
-    "devices": 5,
-    "tensors": 5,
-    "ops": 6,
-    "scaler": 7,
-    "optimizer": 7,
-    "lists": 8,
-    "files": 8,
-    "libtorch": 9,
-    "python": 10,
+    "judge_norm.h": 4,
+    "cpu": 5,
+    "cuda": 5,
+    "devices": 6,
+    "tensors": 6,
+    "ops": 7,
+    "scaler": 8,
+    "optimizer": 8,
+    "lists": 9,
+    "files": 9,
+    "libtorch": 10,
+    "python": 11,
 }
 ELEMENTS, LIBTORCH, PYTHON = (FOLDERS[name] for name in ("elements", "libtorch", "python"))
-TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "cpu", "cuda")
+TORCH_FREE = ("elements", "kernels.h", "launches.h", "element.h", "judge_norm.h", "cpu", "cuda")
 # The layers of public headers that include torch's headers but stand below csrc/libtorch. Other
 # public headers are in the layer of csrc/libtorch if they do, else in that of
 # csrc/elements.

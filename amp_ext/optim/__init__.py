@@ -4,7 +4,7 @@ from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.checkpoints import float32_state_dict
 from amp_ext.optim.gradient_release import GradientRelease, release_gradients
 from amp_ext.optim.lion import Lion
-from amp_ext.optim.norm_guard import NormGuard, NormGuardHistory, NormGuardStats
+from amp_ext.optim.norm_guard import NormGuard, NormGuardStats
 from amp_ext.optim.offload import OffloadedStates, offload_states
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_average import WeightAverage
@@ -24,7 +24,6 @@ __all__ = [
     "LambdaWeightDecay",
     "Lion",
     "NormGuard",
-    "NormGuardHistory",
     "NormGuardStats",
     "OffloadedStates",
     "StepWeightDecay",

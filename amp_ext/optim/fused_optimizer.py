@@ -447,43 +447,48 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         return loss
 
-    def _step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
+    def _step(self, amp_context: AmpStepContext, found_inf: Tensor | None) -> None:
         """Updates all parameters that have a gradient."""
         if self.gradient_release is not None:
             self.gradient_release.step(amp_context, found_inf)
             return
-        plan, grad_scale = self._plan, amp_context.grad_scale
-        guard = plan.norm_guard
-        if guard is not None:
-            guard.warn_if_blind()  # before any write, because a warning may be raised as an error
+        plan, grad_scale, guard = self._plan, amp_context.grad_scale, self._plan.norm_guard
+        is_of_scaler = grad_scale is not None or found_inf is not None
         sum_of_squares: Tensor | None = None
+        max_norm: Tensor | None = None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
-            written = has_hooks and self._call_plan("step", plan.compiled.gradients_were_written)
-            if written and grad_scale is not None:
+            written = (has_hooks or guard is not None) and self._call_plan(
+                "step", plan.compiled.gradients_were_written
+            )
+            if written and has_hooks and grad_scale is not None:
                 self._warn_of_hooks()
             if not amp_context.scan.found_infs:
                 self._check_no_grads()
-            elif has_hooks and isinstance(found_inf, Tensor) and not plan.norm_spans_ranks():
+            elif (has_hooks or written) and found_inf is not None and not plan.norm_spans_ranks():
                 # Hooks may write gradients through ``.data``, which changes no version counter.
-                amp_context.scan = self._scan(found_inf, grad_scale)
-                if amp_context.scan.found_infs:
-                    found_inf = sum_of_flags(amp_context.scan.found_infs, found_inf.device)
+                amp_context.scan, found_inf = self._scan_again(found_inf, grad_scale)
             sum_of_squares = amp_context.scan.sum_of_squares
-        if guard is not None and plan.guard_lacks_sum(sum_of_squares):
-            sum_of_squares = self._sum_over_ranks(grad_scale)
+        if guard is not None:
+            if sum_of_squares is None:
+                scan, found_inf = self._scan_again(found_inf, grad_scale)
+                sum_of_squares = scan.sum_of_squares
+            skips = any(group["skip_nonfinite"] for group in self.param_groups)
+            inputs = grad_scale, found_inf, sum_of_squares, skips
+            found_inf, max_norm = guard.judge(self._first_device(), *inputs)
         # The gradients are read before the step, which may write them.
         norms = self._grad_norms(grad_scale) if plan.tracks_grad_norms else None
         # The compiled step marks the context as used before it writes.
         arguments = amp_context, grad_scale, found_inf
         if self.offload is not None:
-            assert not isinstance(found_inf, int)
-            self.offload.step(amp_context, grad_scale, found_inf, sum_of_squares)
+            self.offload.step(*arguments, sum_of_squares, max_norm, is_of_scaler)
         else:
-            answer = self._call_plan("step", plan.compiled.step, *arguments, sum_of_squares)
+            step = plan.compiled.step
+            limits = max_norm, is_of_scaler
+            answer = self._call_plan("step", step, *arguments, sum_of_squares, *limits)
             if answer is plan.needs_global_norm:
                 sum_of_squares = self._sum_over_ranks(grad_scale)
-                self._call_plan("step", plan.compiled.step, *arguments, sum_of_squares)
+                self._call_plan("step", step, *arguments, sum_of_squares, *limits)
         plan.grad_norms = norms
 
     def _grad_norms(self, grad_scale: Tensor | None) -> Tensor | None:
@@ -611,8 +616,22 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.gradient_release.give_up()
 
     def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
-        found = self._call_plan("scan_gradients", self._plan.compiled.scan, found_inf, grad_scale)
-        return self._plan.over_all_ranks(self, found, found_inf, grad_scale)
+        plan, sums_squares = self._plan, self.norm_guard is not None
+        arguments = found_inf, grad_scale, sums_squares
+        found = self._call_plan("scan_gradients", plan.compiled.scan, *arguments)
+        return plan.over_all_ranks(self, found, found_inf, grad_scale)
+
+    def _scan_again(
+        self, found_inf: Tensor | None, grad_scale: Tensor | None
+    ) -> tuple[GradScan, Tensor | None]:
+        """Returns a scan for the step, and ``found_inf`` with its flags if there is a scaler."""
+        if found_inf is None:
+            return self._scan(torch.zeros((), device=self._first_device()), grad_scale), None
+        scan = self._scan(found_inf, grad_scale)
+        # Ranks have agreed on found_inf, and one rank alone must not change it.
+        if scan.found_infs and not self._plan.norm_spans_ranks():
+            return scan, sum_of_flags(scan.found_infs, found_inf.device)  # type: ignore[return-value]
+        return scan, found_inf
 
     def _sum_over_ranks(self, grad_scale: Tensor | None) -> Tensor | None:
         """Scans the gradients, if no scaler did, and returns the sum of squares over all ranks."""
@@ -681,7 +700,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def norm_guard(self) -> NormGuard | None:
-        """The guard that judges the norm of the gradients at each step, or None.
+        """The guard that judges the norm of the gradients before each step, or None.
 
         Raises:
             TypeError: If set to anything but a NormGuard or None.
@@ -698,11 +717,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if guard is not None:
             guard.attach(self)  # or raises
             self.track_step_applied()
-        last = self._plan.norm_guard
-        self._plan.compiled.set_guard(None if guard is None else guard.statistics)
-        self._plan.norm_guard = guard
+        last, self._plan.norm_guard = self._plan.norm_guard, guard
         if last is not None and last is not guard:
             last.attach(None)
+            self._plan.earlier_guards.append(last)
+
+    def _withheld_last_step(self) -> bool:
+        """Returns True if the guard skipped the last step that the device has finished."""
+        return self.norm_guard is not None and self.norm_guard.last_step_skipped()
 
     def named_grad_norms(self) -> dict[str, float]:
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.

@@ -123,7 +123,7 @@ class GradientRelease:
         self._check_scaler_ranks()
         if optimizer.offload is not None:
             optimizer.offload.synchronize()
-        self._compiled.check_options(optimizer._plan.compiled, optimizer)
+        self._check_options(optimizer)
         self._place_params(optimizer)
         optimizer.gradient_release = self
 
@@ -239,6 +239,7 @@ class GradientRelease:
     def _begin(self) -> None:
         """Begins an iteration."""
         optimizer = self._owner
+        self._check_no_guard(optimizer)
         self._check_scaler_ranks()
         _check_can_step()
         scale = grad_scale = None if self._scaler is None else self._scaler._scale
@@ -262,7 +263,7 @@ class GradientRelease:
         """Steps parameters that still have gradients, and returns what all hooks have found."""
         optimizer = self._owner
         self._end_backward()
-        self._compiled.check_options(optimizer._plan.compiled, optimizer)
+        self._check_options(optimizer)
         for param in params_of(optimizer):
             if param.grad is not None:
                 self._hook(param)
@@ -284,7 +285,7 @@ class GradientRelease:
         if offload is not None and isinstance(found_inf, Tensor):
             scale, found_inf = offload.read([scale, found_inf])
         plan = stepped._plan.compiled
-        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, None)
+        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, None, None, has_scale)
         self._compiled.complete(plan)
         if offload is not None:
             offload.complete_backward()
@@ -327,6 +328,18 @@ class GradientRelease:
         self._compiled.check_scaler(scaler, operation)
 
     # Checks.
+
+    def _check_options(self, optimizer: FusedOptimizer) -> None:
+        """Refuses options that need all gradients at once, or gradients that stay."""
+        self._check_no_guard(optimizer)
+        self._compiled.check_options(optimizer._plan.compiled, optimizer)
+
+    def _check_no_guard(self, optimizer: FusedOptimizer) -> None:
+        if optimizer.norm_guard is not None:
+            raise RuntimeError(
+                f"{self._name}: gradients can't be released with a norm_guard, which needs all "
+                "gradients at once. Remove the guard."
+            )
 
     def _check_scaler_ranks(self) -> None:
         """Refuses a scaler whose ranks must agree before any of them steps."""

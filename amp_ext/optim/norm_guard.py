@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from amp_ext import ops
-from amp_ext.history_plot import Marks, plot_over_time
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.scaler_ranges import checked
 from amp_ext.sharding import check_process_group
 
-__all__ = ["NormGuard", "NormGuardHistory", "NormGuardStats"]
+__all__ = ["NormGuard", "NormGuardStats"]
+
+# Names of the numbers in the state tensor, in the order of csrc/judge_norm.h. "entered"
+# counts all norms that entered the statistics, "count" those since the last new level, and
+# "outliers_in_row" the outliers since a norm last entered, without those above max_norm.
+_COUNTS = ("norms", "entered", "outliers", "nonfinite", "last_outlier", "outliers_in_row", "count")
+_SAVED = (*_COUNTS, "mean", "variance", "last_norm")
+_NUMBERS = ("number", *_SAVED, "limit", "last_was_skipped", "similar_norms", "similar_norm", "end")
+_OPTIONS = ("sigma_factor", "window", "warmup_steps", "max_norm", "patience", "clips")
+_MANY_SIMILAR_NORMS = 64  # so many hardly occur unless the gradients were clipped before
 
 
 @dataclass(frozen=True)
@@ -45,34 +55,6 @@ class NormGuardStats:
     outliers: int
     nonfinite: int
     last_outlier: int
-
-
-@dataclass(frozen=True)
-class NormGuardHistory:
-    """The last 4,096 gradient norms of steps that the device has finished, oldest first.
-
-    Attributes:
-        numbers: Positions of these norms in the sequence of all norms, counted from 1.
-        norms: Norms of the unscaled gradients; inf for a norm that was inf or NaN.
-        withheld: True for each norm whose step was skipped or clipped.
-    """
-
-    numbers: list[int]
-    norms: list[float]
-    withheld: list[bool]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Plots the norms, with a cross at each skipped or clipped step, and saves the picture.
-
-        Args:
-            path: File of the picture, such as "norms.png"; its extension sets the format.
-
-        Raises:
-            ImportError: If matplotlib is not installed.
-        """
-        marks = Marks("skipped or clipped", self.withheld)
-        labels = "norm", "norm of the gradients"
-        plot_over_time(path, labels, self.numbers, self.norms, marks)
 
 
 class NormGuard:
@@ -132,6 +114,7 @@ class NormGuard:
         Pre-Training", 2025), which clips to another norm and averages that norm.
     """
 
+    @outside_inference_mode()
     def __init__(
         self,
         sigma_factor: float = 6.0,
@@ -154,17 +137,30 @@ class NormGuard:
         if action not in ("skip", "clip"):
             raise ValueError(f"NormGuard: action must be 'skip' or 'clip', got {action!r}")
         self.process_group = process_group
-        self._start()
-
-    def _start(self) -> None:
-        """Creates empty statistics, and detaches the guard from its optimizer."""
-        options = dict(self._options)
-        limit = options["max_norm"]
-        options["max_norm"] = math.inf if limit is None else float(limit)
-        options["clips"] = options.pop("action") == "clip"
-        #: The compiled statistics, used by the optimizer.
-        self.statistics = ops.NormStatistics(**options)
         self._optimizer: weakref.ref[Any] | None = None
+        self._has_warned = False
+        self._earlier: list[Tensor] = []  # captured CUDA graphs still write tensors of before
+        self._place(self._new_state({}), torch.device("cpu"))
+
+    def _new_state(self, saved: Mapping[str, Any]) -> Tensor:
+        """Returns a state tensor in host memory with the numbers of a state dict."""
+        limit, clips = self._options["max_norm"] or math.inf, self._options["action"] == "clip"
+        known = {**self._options, **saved, "max_norm": limit, "clips": clips}
+        names = (*_NUMBERS, "max_norm_of_step", *_OPTIONS)
+        state = torch.tensor([known.get(name, 0.0) for name in names], dtype=torch.float64)
+        # A step without gradients changes the limit alone.
+        ops.binary.judge_norm_(state, torch.zeros(()), None, None, None, False)
+        return state
+
+    @outside_inference_mode()
+    def _place(self, state: Tensor, device: torch.device) -> None:
+        """Moves a state tensor to a device, for all steps from now on."""
+        self._state = state.to(device)
+        numbers = self._state[: len(_NUMBERS)]
+        self._on_host = numbers.cpu().pin_memory() if self._state.is_cuda else numbers
+        self._similar_norms = self._on_host[_NUMBERS.index("similar_norms")]
+        self._max_norm_of_step = self._state[len(_NUMBERS)]
+        self._skips = torch.zeros((), device=device)
 
     def __repr__(self) -> str:
         """Returns a constructor call that makes an equal guard."""
@@ -225,13 +221,46 @@ class NormGuard:
             )
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
+    def judge(self, device: torch.device, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Judges the norm of a step and enters it into the statistics, without waiting.
+
+        Args:
+            device: The device for the statistics, which are moved if they are elsewhere.
+            inputs: The loss scale that the gradients carry, one float32 or None; a found_inf, one
+                float32 or None; the sum of squares of all scaled gradients, one float64, or None
+                if no parameter has a gradient; and whether the sum leaves out inf and NaN.
+
+        Returns:
+            The found_inf of the step, one float32, and the limit to which the step clips the norm,
+            one float64. The next call overwrites both.
+        """
+        self._warn_if_blind()
+        if self._state.device != device:
+            self._read(wait=True)
+            self._earlier += [self._state, self._on_host, self._skips]
+            self._place(self._state, device)
+        ops.binary.judge_norm_(self._state, self._skips, *inputs)
+        if self._state.is_cuda:
+            self._on_host.copy_(self._state[: len(_NUMBERS)], non_blocking=True)
+        return self._skips, self._max_norm_of_step
+
+    def _read(self, wait: bool) -> dict[str, Any]:
+        """Returns the numbers after the last step that the device has finished."""
+        if wait and self._state.is_cuda:
+            torch.cuda.synchronize(self._state.device)
+        while True:
+            numbers = self._on_host.tolist()
+            if numbers[0] == numbers[-1]:  # else the device was writing them
+                found = zip(_NUMBERS, numbers, strict=True)
+                return {name: int(n) if name in _COUNTS else n for name, n in found}
+
     def last_step_skipped(self, *, wait: bool = False) -> bool:
         """Returns True if the guard skipped the last step that the device has finished.
 
         Args:
             wait: Waits for the device, so that the answer is about the last step taken.
         """
-        return self.statistics.last_step_skipped(wait)
+        return bool(self._read(wait)["last_was_skipped"])
 
     def stats(self, *, wait: bool = False) -> NormGuardStats:
         """Returns the statistics and counts.
@@ -239,36 +268,25 @@ class NormGuard:
         Args:
             wait: Waits for the device, so that the last step is included.
         """
-        state = self.statistics.state(wait)
-        deviation, limit = self.statistics.limits(wait)
-        return NormGuardStats(
-            norms=state["norms"],
-            last_norm=state["last_norm"],
-            mean=state["mean"],
-            deviation=deviation,
-            limit=limit,
-            outliers=state["outliers"],
-            nonfinite=state["nonfinite"],
-            last_outlier=state["last_outlier"],
-        )
+        found = self._read(wait)
+        found["deviation"] = max(math.sqrt(found["variance"]), 0.01 * found["mean"])
+        return NormGuardStats(**{name: found[name] for name in NormGuardStats.__annotations__})
 
-    def history(self, *, wait: bool = False) -> NormGuardHistory:
-        """Returns the last 4,096 norms, but none from before the last ``load_state_dict``.
-
-        Args:
-            wait: Waits for the device, so that the history includes the last step.
-        """
-        first, norms, withheld = self.statistics.history(wait)
-        return NormGuardHistory(list(range(first, first + len(norms))), norms, withheld)
-
-    def warn_if_blind(self) -> None:
+    def _warn_if_blind(self) -> None:
         """Warns once if all norms are equal, as after clipping outside of the optimizer."""
-        if self.statistics.must_warn():
-            warnings.warn(self.statistics.warning(), stacklevel=4)
+        if not self._has_warned and self._similar_norms.item() >= _MANY_SIMILAR_NORMS:
+            self._has_warned = True
+            warnings.warn(
+                "NormGuard: 64 norms in a row lie within 1e-4 of one value. The gradients were "
+                "probably clipped before the optimizer, which hides outliers from the guard. Clip "
+                "with max_grad_norm of the optimizer, and turn off the clipping of the trainer.",
+                stacklevel=8,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the statistics and counts as plain numbers. Waits for the device."""
-        return self.statistics.state(wait=True)
+        found = self._read(wait=True)
+        return {name: found[name] for name in _SAVED}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads statistics and counts. The arguments of the guard stay as constructed.
@@ -284,13 +302,14 @@ class NormGuard:
         """
         operation = "NormGuard.load_state_dict"
         check_is_dict(operation, state_dict)
-        names = self.statistics.state(wait=False)
-        for name in names:
+        for name in _SAVED:
             if name not in state_dict:
                 raise KeyError(missing_entry(operation, name, state_dict))
-        self.statistics.load(
-            {name: checked(operation, name, state_dict[name], ValueError) for name in names}
-        )
+        saved = {n: checked(operation, n, state_dict[n], ValueError) for n in _SAVED}
+        state = self._new_state(saved)
+        self._read(wait=True)  # steps on other streams
+        self._state.copy_(state)  # in place, because captured CUDA graphs use the tensor
+        self._on_host.copy_(state[: len(_NUMBERS)])
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments and statistics, but neither optimizer nor process group."""
@@ -299,10 +318,9 @@ class NormGuard:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a guard from a pickle or a copy; it belongs to no optimizer yet."""
-        self._options = dict(state["options"])
-        self._process_group, self._lacks_group = None, state["has_group"]
-        self._start()
-        self.statistics.load(state["statistics"])
+        NormGuard.__init__(self, **state["options"])
+        self._lacks_group = state["has_group"]
+        self.load_state_dict(state["statistics"])
 
     def __copy__(self) -> NormGuard:
         """Copies the guard together with its process group, which a pickle can't hold."""
@@ -313,4 +331,4 @@ class NormGuard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
         """Returns a copy, as ``copy.copy`` does."""
-        return copy.copy(self)
+        return self.__copy__()

@@ -239,9 +239,7 @@ class OffloadedStates:
             inner.state = states
         if inner._plan.compiled.failure:  # the optimizer has recovered by a load
             inner._plan.reset("")
-        compiled, guard = inner._plan.compiled, optimizer.norm_guard
-        compiled.set_guard(None if guard is None else guard.statistics)
-        compiled.track_step_applied()
+        inner._plan.compiled.track_step_applied()
 
     def _allocate_hosts(self, optimizer: FusedOptimizer) -> None:
         """Allocates the host copies of new parameters, all in one block of memory."""
@@ -344,6 +342,8 @@ class OffloadedStates:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
+        max_norm: Tensor | None,
+        is_of_scaler: bool,
     ) -> None:
         """Updates all parameters that have a gradient; see ``FusedOptimizer.step``."""
         thread = threading.get_ident()
@@ -355,20 +355,26 @@ class OffloadedStates:
                     "was inside a call of it. Let one thread at a time use it, for example with a "
                     "lock."
                 )
-            self._step(amp_context, grad_scale, found_inf, sum_of_squares)
+            found = found_inf, sum_of_squares
+            self._step(amp_context, is_of_scaler, grad_scale, *found, max_norm=max_norm)
         finally:
             if self._users.get("step") == thread:
                 del self._users["step"]
 
     def _step(
-        self, amp_context: AmpStepContext, grad_scale: Tensor | None, *found: Tensor | None
+        self,
+        amp_context: AmpStepContext,
+        is_of_scaler: bool,
+        grad_scale: Tensor | None,
+        *found: Tensor | None,
+        max_norm: Tensor | None,
     ) -> None:
         optimizer = self._owner
         self._check_can_step(optimizer)
         prepare = optimizer._plan.compiled.prepare_copied_step
-        found = optimizer._call_plan("step", prepare, grad_scale, *found)
+        found = optimizer._call_plan("step", prepare, grad_scale, *found, is_of_scaler)
         self._prepare()
-        inputs = self._read_inputs([grad_scale, *found])
+        inputs = self._read_inputs([grad_scale, *found, max_norm])
         chunks = self._chunks()
         self._transport.begin()
         self._run(lambda: self._step_on_host(amp_context, inputs, chunks))
@@ -380,7 +386,8 @@ class OffloadedStates:
         """Steps the host copies. Runs in the thread, where no interrupt can stop it."""
         inner, optimizer = self.inner, self._owner
         try:
-            inner._call_plan("step", inner._plan.compiled.step, amp_context, *inputs, chunks)
+            step = inner._plan.compiled.step
+            inner._call_plan("step", step, amp_context, *inputs, True, chunks)
             self._share_states(optimizer)
             plan, had_scale = optimizer._plan.compiled, inputs[0] is not None
             optimizer._call_plan("step", plan.remember_copied_step, had_scale)

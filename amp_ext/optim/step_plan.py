@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -87,8 +88,9 @@ class StepPlan:
         #: Answers of the compiled plan, looked up once, because every step compares with them.
         self.must_register = ops.PlanAnswer.REGISTER_PARAMS
         self.needs_global_norm = ops.PlanAnswer.NEEDS_GLOBAL_NORM
-        #: The guard of the optimizer; the compiled plan has its statistics.
+        #: The guard of the optimizer, and earlier ones, which captured CUDA graphs still use.
         self.norm_guard: NormGuard | None = None
+        self.earlier_guards: list[NormGuard] = []
         #: Whether each step computes the norm of every single gradient, and the norms of the last
         #: step, one float32 for each of :attr:`params`, or None.
         self.tracks_grad_norms = False
@@ -163,17 +165,6 @@ class StepPlan:
         """Returns True if no rank alone knows the norm that a step uses."""
         return bool(self.sharded_over) or self.ranks_of_guard() is not None
 
-    def guard_lacks_sum(self, sum_of_squares: Tensor | None) -> bool:
-        """Returns True if the ranks of the guard must add up their squares before a step.
-
-        The compiled plan, which decides about all other norms, does not know process groups.
-
-        Args:
-            sum_of_squares: One float64, the sum over the ranks if it is known, or None.
-        """
-        guard = self.norm_guard
-        return sum_of_squares is None and guard is not None and guard.ranks() is not None
-
     def over_all_ranks(
         self, optimizer: Any, found: list[Any], found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> GradScan:
@@ -188,9 +179,9 @@ class StepPlan:
         """
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
-        group = self.ranks_of_guard()
-        if not self.sharded_over and group is None:
+        if not self.sharded_over and self.norm_guard is None:
             return GradScan(flags, first_nonfinites)
+        group = self.ranks_of_guard()
         if self.sharded_over and group is not None:
             raise RuntimeError(
                 f"{self._name}: norm_guard has a process_group, but the norm of sharded "
@@ -199,12 +190,13 @@ class StepPlan:
         sum_of_squares: Tensor | None = None
         device = optimizer._first_device()
         if not self.sharded_over:
-            sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-            for _, _, _, total in found:
-                sum_of_squares = sum_of_squares + to_device(total, device)
+            totals = [to_device(total, device) for _, _, _, total in found]
+            if group is not None and not totals:  # the other ranks may have gradients
+                totals = [torch.zeros((), dtype=torch.float64, device=device)]
+            sum_of_squares = functools.reduce(torch.add, totals) if totals else None
         else:
             max_grad_norm = optimizer.param_groups[0]["max_grad_norm"]
-            sums_squares = self.compiled.needs_norm(max_grad_norm)
+            sums_squares = max_grad_norm is not None or self.norm_guard is not None
             flags, sum_of_squares = self.sharded_over.all_reduce(
                 torch.zeros((), device=device) if found_inf is None else found_inf,
                 [flag for flag, *_ in found],

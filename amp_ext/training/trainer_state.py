@@ -136,7 +136,7 @@ def load_state(
             else:
                 average.load_state_dict(state_dict["average"])
         guard = trainer._guard()
-        # The guard is loaded last, since an undo would not restore its history.
+        # The guard is loaded last, since an undo would not restore whether it skipped a step.
         if guard is not None and "norm_guard" in state_dict:
             undo.callback(_load_unless_equal, guard, guard.state_dict())
             guard.load_state_dict(state_dict["norm_guard"])

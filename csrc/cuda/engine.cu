@@ -62,8 +62,9 @@ __global__ void __launch_bounds__(kMaxFlags)
 }
 
 __global__ void __launch_bounds__(1)
-    end_guarded_step_kernel(const GradientInputs __grid_constant__ inputs) {
-  StepDecision::end_guarded_step(inputs);
+    judge_norm_kernel(const GradientInputs __grid_constant__ inputs, NormJudgement* judgement,
+                      float* skips) {
+  judge_norm(inputs, *judgement, *skips);
 }
 
 // Calls run(element) with a value of each dtype, until a call returns an error.
@@ -111,8 +112,9 @@ int driver_version() {
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
-int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream) {
-  return launch(end_guarded_step_kernel, 1, 1, stream, inputs);
+int judge_norm(const GradientInputs& inputs, NormJudgement* judgement, float* skips,
+               cudaStream_t stream) {
+  return launch(judge_norm_kernel, 1, 1, stream, inputs, judgement, skips);
 }
 
 int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count) {

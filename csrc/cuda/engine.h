@@ -5,6 +5,7 @@
 
 #include "cuda/platform.h"
 #include "elements/loss_scale.h"
+#include "judge_norm.h"
 #include "launches.h"
 
 namespace amp_ext::cuda {
@@ -19,8 +20,9 @@ inline constexpr int kLeastDriverVersion = 12010;
 // launches that may overlap need different counters.
 int step(const StepLaunch& launch, uint32_t* block_counter, cudaStream_t stream);
 
-// Adds the norm of a step to its norm guard, if no kernel of the step adds it.
-int end_guarded_step(const GradientInputs& inputs, cudaStream_t stream);
+// Judges the norm of a step by those of earlier steps.
+int judge_norm(const GradientInputs& inputs, NormJudgement* judgement, float* skips,
+               cudaStream_t stream);
 
 // Device memory for a sum of squares.
 struct SumScratch {

@@ -317,11 +317,10 @@ struct StepArguments {
   TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
-  bool ends_guarded;  // true in the last launch of a step with a norm guard
   GradientInputs inputs;
   float* grad_norm;         // [1], receives the norm; or null
   float* step_applied;      // [1], receives 1 or 0; or null
-  uint32_t* block_counter;  // null if the kernel has no step to count and no guard to update
+  uint32_t* block_counter;  // null if the kernel has no step to count
 };
 
 // Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
@@ -387,11 +386,6 @@ struct BlockState {
   bool skip;
 };
 
-// Not inlined, to keep this code out of each kernel.
-static __device__ __attribute__((noinline)) void end_guarded_step(const GradientInputs& inputs) {
-  StepDecision::end_guarded_step(inputs);
-}
-
 template <typename Functor, typename Streams, typename Shape, bool kFast>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     step_kernel(const StepArguments<Functor, Streams, Shape> __grid_constant__ arguments) {
@@ -414,11 +408,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if constexpr (kFast) block.place_bits = RatioCode::kPlaceBits;
   }
   __syncthreads();
-  if (block.skip) {
-    if (!arguments.ends_guarded || threadIdx.x != 0) return;
-    if (count_block(arguments.block_counter) == gridDim.x - 1) end_guarded_step(arguments.inputs);
-    return;
-  }
+  if (block.skip) return;
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
     // count_block() uses atomicInc, whose result is needed after the update; atomicAdd would wait
@@ -456,7 +446,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   for (int i = static_cast<int>(threadIdx.x); i < table.count; i += Shape::kThreads) {
     if (table.step[i] != nullptr) *table.step[i] = next_counter(*table.step[i]);
   }
-  if (arguments.ends_guarded && threadIdx.x == 0) end_guarded_step(arguments.inputs);
 }
 
 // Steps tensors that have these number formats: with kFast, those that the fast path supports,
@@ -475,17 +464,12 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   const auto clear = [&] {
     arguments.table.clear(tile_size);
     arguments.number_of_groups = 0;
-    arguments.ends_guarded = false;
     arguments.inputs = launch_of_all.inputs;
     arguments.grad_norm = launch_of_all.grad_norm;
     arguments.step_applied = launch_of_all.step_applied;
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
-    if (launch_of_all.ends_guarded && launched == launch_of_all.count) {
-      arguments.ends_guarded = true;
-      arguments.block_counter = block_counter;
-    }
     const int error = launch(step_kernel<Functor, Streams, Shape, kFast>, arguments.table.blocks(),
                              Shape::kThreads, stream, arguments);
     if (error != 0) return error;

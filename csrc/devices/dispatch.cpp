@@ -45,8 +45,9 @@ class CpuEngine : public DeviceEngine {
     launcher().step(launch);
     std::fill_n(launch.is_launched, launch.count, true);
   }
-  void end_guarded_step(const at::Device&, const GradientInputs& inputs) const override {
-    StepDecision::end_guarded_step(inputs);
+  void judge_norm(const at::Device&, const GradientInputs& inputs, NormJudgement* judgement,
+                  float* skips) const override {
+    amp_ext::judge_norm(inputs, *judgement, *skips);
   }
   void scan(const at::Device&, const GradScanLaunch& launch, StepScratch&) const override {
     launcher().scan(launch);

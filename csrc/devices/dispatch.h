@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "elements/loss_scale.h"
+#include "judge_norm.h"
 #include "launches.h"
 
 namespace amp_ext {
@@ -47,8 +48,9 @@ class DeviceEngine {
   // If an exception is thrown, exactly the tensors whose is_launched is set have been stepped.
   virtual void step(const at::Device& device, const StepLaunch& launch,
                     StepScratch& scratch) const = 0;
-  // Adds the norm of a step to its norm guard, after all launches that read the guard.
-  virtual void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const = 0;
+  // Judges the norm of a step by those of earlier steps.
+  virtual void judge_norm(const at::Device& device, const GradientInputs& inputs,
+                          NormJudgement* judgement, float* skips) const = 0;
   virtual void scan(const at::Device& device, const GradScanLaunch& launch,
                     StepScratch& scratch) const = 0;
   // Multiplies gradients in place; a factor of 1 writes nothing. found_inf and first_nonfinite (may
@@ -70,7 +72,7 @@ class DeviceEngine {
                             const std::vector<OverflowFlag>& flags) const = 0;
 };
 
-const DeviceEngine& engine_of(const at::Device& device);
+AMP_EXT_API const DeviceEngine& engine_of(const at::Device& device);
 
 #if defined(AMP_EXT_WITH_CUDA)
 const DeviceEngine& cuda_engine();

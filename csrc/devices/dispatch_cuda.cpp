@@ -79,8 +79,11 @@ class CudaEngine : public DeviceEngine {
     });
   }
 
-  void end_guarded_step(const at::Device& device, const GradientInputs& inputs) const override {
-    on_stream(device, [&](cudaStream_t stream) { return cuda::end_guarded_step(inputs, stream); });
+  void judge_norm(const at::Device& device, const GradientInputs& inputs, NormJudgement* judgement,
+                  float* skips) const override {
+    on_stream(device, [&](cudaStream_t stream) {
+      return cuda::judge_norm(inputs, judgement, skips, stream);
+    });
   }
 
   void scan(const at::Device& device, const GradScanLaunch& launch,

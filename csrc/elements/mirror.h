@@ -8,9 +8,6 @@
 
 namespace amp_ext {
 
-// Number of past values in the history of a report.
-inline constexpr int kHistory = 4096;
-
 // First members of every report. In the mirror, the stamps differ while a write is in progress.
 struct ReportStamps {
   int64_t started = 0;   // number of the last write that was started

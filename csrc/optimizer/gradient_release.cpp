@@ -60,8 +60,6 @@ std::string GradientRelease::progress() const {
 
 void GradientRelease::check_options(const ReleaseOptions& options, const Plan& owner) const {
   const char* const start = ": gradients can't be released with ";
-  TORCH_CHECK(owner.outputs().guard() == nullptr, optimizer_, start,
-              "a norm_guard, which needs all gradients at once. Remove the guard.");
   TORCH_CHECK(!options.clipping.max_grad_norm.has_value(), optimizer_, start,
               "max_grad_norm, which needs all gradients at once. Set it to None, and clip single "
               "elements with clip_value.");
@@ -198,7 +196,8 @@ void GradientRelease::step(int64_t index, const at::Tensor& tensor,
                        {{}, options_.grad_scale, options_.clipping.skip_nonfinite, false},
                        param.scratch);
   }
-  check_step(param.table, slot, options_.table, inputs.gradients, store);
+  check_step(param.table, slot, options_.table, inputs.gradients,
+             /*is_of_scaler=*/options_.grad_scale.has_value(), store);
   const std::vector<StepBatch> batches =
       prepare_step(param.table.checks(), slot, options_.table, inputs, param.scratch);
   StepOutcome outcome;

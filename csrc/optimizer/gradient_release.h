@@ -81,8 +81,8 @@ class AMP_EXT_API GradientRelease {
   GradientRelease(std::string optimizer, const void* scaler)
       : optimizer_(std::move(optimizer)), scaler_(scaler) {}
 
-  // Throws if an option needs all gradients at once: clipping by their norm, a guard of the norm,
-  // or gradients that are written back. During an iteration, throws if an option has changed.
+  // Throws if an option needs all gradients at once: clipping by their norm, or gradients that are
+  // written back. During an iteration, throws if an option has changed.
   void check_options(const ReleaseOptions& options, const Plan& owner) const;
   // Throws unless a scaler is that of the constructor, and its `method` can do without gradients.
   void check_scaler(const void* scaler, const std::string& method) const;

@@ -75,29 +75,30 @@ std::string Plan::note_of_failure() const {
 }
 
 NormSource Plan::norm_source(const std::optional<double>& max_grad_norm, bool is_given) const {
-  return source_of_norm(needs_norm(max_grad_norm), is_given, scans_.has_sums(),
+  return source_of_norm(max_grad_norm.has_value() || is_given, is_given, scans_.has_sums(),
                         params_.is_partitioned());
 }
 
 std::vector<GradScanResult> Plan::scan(const at::Tensor& found_inf,
                                        const OptionalTensor& grad_scale,
-                                       const optim::ClippingOptions& options) {
-  return scans_.scan(
-      params_, {found_inf, grad_scale, options.skip_nonfinite, needs_norm(options.max_grad_norm)},
-      scratch_);
+                                       const optim::ClippingOptions& options, bool sums_squares) {
+  sums_squares |= options.max_grad_norm.has_value();
+  return scans_.scan(params_, {found_inf, grad_scale, options.skip_nonfinite, sums_squares},
+                     scratch_);
 }
 
 // Makes all checks and allocations before the first launch, because a launch can't be undone.
-void Plan::step(GroupTable& table, GradientOptions options, StateStore& store, StepChunks* chunks) {
+void Plan::step(GroupTable& table, GradientOptions options, StateStore& store, bool is_of_scaler,
+                const OptionalTensor& max_norm, StepChunks* chunks) {
   const at::NoGradGuard no_grad;
   std::vector<ParamSlot>& slots = params_.slots();
   const NormSource norm = norm_source(options.max_grad_norm, options.sum_of_squares.has_value());
   const bool reads_norm = norm != NormSource::kNone;
   options.grad_norm = outputs_.allocate_norm(params_, reads_norm);
-  check_step(params_, slots, table, options, store);
+  check_step(params_, slots, table, options, is_of_scaler, store);
   const std::vector<GradScan> scans = scans_.take(params_, options, norm, scratch_);
   const bool had_scale = options.grad_scale.has_value();
-  const StepInputs inputs{std::move(options), reads_norm, outputs_.guard()};
+  const StepInputs inputs{std::move(options), reads_norm, max_norm};
   const size_t all = slots.size();
   const std::vector<size_t> ends = chunks == nullptr ? std::vector<size_t>{all} : chunks->ends;
   std::vector<StepBatch> batches;
@@ -109,11 +110,11 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store, S
       batches.push_back(std::move(batch));
     }
   }
-  const StepOutputs::Unfinished unfinished = outputs_.prepare(params_, inputs, batches);
+  const at::Tensor step_applied = outputs_.prepare(params_, inputs, batches);
   StepOutcome outcome;
   try {
     launch_step(batches, table, scratch_, outcome, chunks);
-    outputs_.finish(unfinished);
+    outputs_.finish(step_applied);
     params_.remember_step(slots, had_scale, /*are_as_seen=*/!scans.empty());
     last_step_.remember();
   } catch (...) {
@@ -122,11 +123,11 @@ void Plan::step(GroupTable& table, GradientOptions options, StateStore& store, S
   }
 }
 
-Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, GradientOptions options) {
+Plan::CopiedStepInputs Plan::prepare_copied_step(const GroupTable& table, GradientOptions options,
+                                                 bool is_of_scaler) {
   const at::NoGradGuard no_grad;
   const NormSource norm = norm_source(options.max_grad_norm, options.sum_of_squares.has_value());
   check_options(params_.operation(), table, options);
-  const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
   for (const ParamSlot& slot : params_.slots()) {
     if (!slot.has_grad()) continue;
     params_.checks().check_grad(slot);

@@ -65,7 +65,7 @@ class AMP_EXT_API Plan {
   explicit Plan(std::string optimizer, std::string failure = {});
 
   // Copies from an earlier plan of this optimizer which gradients still carry a loss scale, the
-  // guard, the tracking of step_applied, and the number of steps, but no parameters or states.
+  // tracking of step_applied, and the number of steps, but no parameters or states.
   void take_over(const Plan& before);
 
   // Drops parameters and states; during an operation, when it ends. What the plan needs to
@@ -84,30 +84,28 @@ class AMP_EXT_API Plan {
   const LastStep& last_step() const { return last_step_; }
   LastStep& last_step() { return last_step_; }
 
-  // True if a step needs the norm of all gradients.
-  bool needs_norm(const std::optional<double>& max_grad_norm) const {
-    return max_grad_norm.has_value() || outputs_.guard() != nullptr;
-  }
-  // Returns where the sum of squares of a step comes from.
+  // Returns where the sum of squares of a step comes from. A given sum is always read.
   NormSource norm_source(const std::optional<double>& max_grad_norm, bool is_given) const;
 
-  // Scans all gradients for inf and NaN, and sums their squares if the next step needs a norm; with
-  // `skip_nonfinite`, the squares of finite elements only. See GradScans::scan.
+  // Scans all gradients for inf and NaN, and sums their squares if `sums_squares` is true or the
+  // next step clips by the norm; with `skip_nonfinite`, the squares of finite elements only. See
+  // GradScans::scan.
   std::vector<GradScanResult> scan(const at::Tensor& found_inf, const OptionalTensor& grad_scale,
-                                   const optim::ClippingOptions& options);
+                                   const optim::ClippingOptions& options,
+                                   bool sums_squares = false);
 
   // Updates every parameter that has a gradient, with the hyperparameters of its group; `store`
   // initializes missing states. If found_inf is not 0, nothing is written. If a gradient changed
-  // since scan(), the step scans all gradients again where it needs found_inf or a norm. Without
-  // grad_scale and found_inf, the step throws if a gradient still carries the loss scale of an
-  // earlier step.
+  // since scan(), the step scans all gradients again where it needs found_inf or a norm. Unless
+  // `is_of_scaler`, the step throws if a gradient still carries the loss scale of an earlier step.
   //
   // If an error occurs before the first launch, nothing has been written. After a later error, each
   // parameter is as launch_step() says. If any was updated, no Lock can be taken any more.
   //
+  // `max_norm` is one float64, another limit of the norm, which needs a sum of squares.
   // `chunks` may be null, which stands for one chunk.
-  void step(GroupTable& table, GradientOptions options, StateStore& store,
-            StepChunks* chunks = nullptr);
+  void step(GroupTable& table, GradientOptions options, StateStore& store, bool is_of_scaler,
+            const OptionalTensor& max_norm = {}, StepChunks* chunks = nullptr);
 
   // The inputs of a step that depend on gradients, for a plan that steps copies of the parameters.
   struct CopiedStepInputs {
@@ -116,7 +114,8 @@ class AMP_EXT_API Plan {
   };
   // Checks the gradients as step() does, and scans them if step() would. Then another plan can step
   // copies of the parameters, and remember_copied_step() completes the step here.
-  CopiedStepInputs prepare_copied_step(const GroupTable& table, GradientOptions options);
+  CopiedStepInputs prepare_copied_step(const GroupTable& table, GradientOptions options,
+                                       bool is_of_scaler);
   // Remembers which gradients still carry the loss scale. `had_scale` is true if they had one.
   void remember_copied_step(bool had_scale);
 

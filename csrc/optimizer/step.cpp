@@ -30,9 +30,9 @@ DeviceInputs::DeviceInputs(const at::Device& device, const StepInputs& inputs) {
               sum_of_squares.defined() ? sum_of_squares.const_data_ptr<double>() : nullptr,
               options.max_grad_norm.value_or(std::numeric_limits<double>::infinity()),
               options.skip_nonfinite};
-  if (inputs.guard != nullptr) {
-    guard = inputs.guard->bytes_on(device);
-    pointers.guard = static_cast<NormGuardMemory*>(guard.mutable_data_ptr());
+  if (inputs.max_norm.has_value()) {
+    max_norm = to_device(*inputs.max_norm, device);
+    pointers.max_norm = max_norm.const_data_ptr<double>();
   }
   if (inputs.reads_norm && options.grad_norm.has_value() && options.grad_norm->device() == device) {
     grad_norm = options.grad_norm->mutable_data_ptr<float>();
@@ -54,7 +54,7 @@ void check_options(const std::string& operation, const GroupTable& table,
 }
 
 void check_step(ParamTable& params, Slots slots, const GroupTable& table,
-                const GradientOptions& options, StateStore& store) {
+                const GradientOptions& options, bool is_of_scaler, StateStore& store) {
   check_options(params.operation(), table, options);
   std::vector<int64_t> missing;
   for (const ParamSlot& slot : slots) {
@@ -65,8 +65,6 @@ void check_step(ParamTable& params, Slots slots, const GroupTable& table,
       std::vector<ParamState> made = store.make(missing);
       for (size_t i = 0; i < missing.size(); ++i) params.set_state(missing[i], std::move(made[i]));
     }
-    // After unscale_(), a scaler passes no grad_scale, but it always passes found_inf.
-    const bool is_of_scaler = options.grad_scale.has_value() || options.found_inf.has_value();
     params.check_for_step(slots, table, /*allows_scaled_grads=*/is_of_scaler);
     store.keep();
   } catch (...) {
@@ -156,7 +154,6 @@ void launch_batch(const StepBatch& batch, GroupTable& table, StepScratch& scratc
                           batch.inputs.pointers,
                           batch.inputs.grad_norm,
                           batch.is_launched.get(),
-                          batch.ends_guarded,
                           batch.step_applied};
   std::exception_ptr failure;
   try {

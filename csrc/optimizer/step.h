@@ -17,7 +17,6 @@
 #include "kernels.h"
 #include "launches.h"
 #include "optimizer/group_table.h"
-#include "optimizer/norm_statistics.h"
 #include "optimizer/param_table.h"
 
 namespace amp_ext {
@@ -38,18 +37,18 @@ class AMP_EXT_API StateStore {
 // What a step reads besides its slots and the options of their groups.
 struct StepInputs {
   GradientOptions gradients;
-  bool reads_norm = false;          // the step reads gradients.sum_of_squares
-  NormStatistics* guard = nullptr;  // judges the norm, requires reads_norm; or null
+  bool reads_norm = false;  // the step reads gradients.sum_of_squares
+  OptionalTensor max_norm;  // one float64, another limit of the norm, which needs reads_norm
 };
 
 // The inputs of a step on one device. The tensors own the memory that `pointers` refers to.
-struct DeviceInputs {
+struct AMP_EXT_API DeviceInputs {
   DeviceInputs(const at::Device& device, const StepInputs& inputs);
 
   at::Tensor grad_scale;
   at::Tensor found_inf;
   at::Tensor sum_of_squares;
-  at::Tensor guard;
+  at::Tensor max_norm;
   GradientInputs pointers;
   float* grad_norm = nullptr;  // [1], the norm of the unscaled gradients is written here; or null
 };
@@ -87,8 +86,7 @@ struct StepBatch {
   std::vector<KernelTensorArgs> all_args;      // [slots]
   std::unique_ptr<bool[]> is_launched;         // [slots], set by the launch
   bool is_skipped = false;                     // whether the host knows that the step is skipped
-  bool ends_guarded = false;      // whether the launch lets the guard count the norm of the step
-  float* step_applied = nullptr;  // [1], set to 1 or 0 by the launch; or null
+  float* step_applied = nullptr;               // [1], set to 1 or 0 by the launch; or null
 };
 
 // How far a step has come, in numbers of parameters.
@@ -106,9 +104,10 @@ void check_options(const std::string& operation, const GroupTable& table,
                    const GradientOptions& options);
 
 // Makes every check that can refuse a step. Missing states are created; the store keeps them only
-// if all checks pass, otherwise the slots drop them, too.
+// if all checks pass, otherwise the slots drop them, too. `is_of_scaler` is true if a scaler takes
+// the step, so that gradients may carry its scale.
 AMP_EXT_API void check_step(ParamTable& params, Slots slots, const GroupTable& table,
-                            const GradientOptions& options, StateStore& store);
+                            const GradientOptions& options, bool is_of_scaler, StateStore& store);
 
 // Returns one batch for each device and kernel, of the slots that have a gradient. Allocates all
 // that the launches need. Call check_step() first.

@@ -12,24 +12,9 @@
 
 namespace amp_ext {
 
-void StepOutputs::take_over(const StepOutputs& before) {
-  guard_ = before.guard_;
-  retired_guards_ = before.retired_guards_;
-  tracks_step_applied_ = before.tracks_step_applied_;
-}
-
-void StepOutputs::set_guard(std::shared_ptr<NormStatistics> guard) {
-  if (guard_ != nullptr && guard_ != guard && !guard_->device().is_cpu()) {
-    retired_guards_.push_back(guard_);
-  }
-  guard_ = std::move(guard);
-}
-
 OptionalTensor StepOutputs::allocate_norm(const ParamTable& params, bool reads_norm) {
-  if (params.slots().empty()) return {};
+  if (params.slots().empty() || !reads_norm) return {};
   const at::Device device = params.slots().front().param().device();
-  if (guard_ != nullptr) guard_->move_to(device);
-  if (!reads_norm) return {};
   if (!grad_norm_.defined() || grad_norm_.device() != device) {
     const OutsideInferenceMode normal;
     has_grad_norm_ = false;
@@ -38,32 +23,15 @@ OptionalTensor StepOutputs::allocate_norm(const ParamTable& params, bool reads_n
   return grad_norm_;
 }
 
-StepOutputs::Unfinished StepOutputs::prepare(const ParamTable& params, const StepInputs& inputs,
-                                             std::vector<StepBatch>& batches) {
-  Unfinished unfinished;
-  if (tracks_step_applied_ && !params.slots().empty()) {
-    unfinished.step_applied =
-        prepare_step_applied(params.slots().front().param().device(), batches);
-  }
-  // The last launch on the guard's GPU lets the guard count the norm. Without such a launch, and on
-  // the CPU, finish() does it, also for a step without gradients.
-  if (guard_ != nullptr) {
-    const at::Device device = guard_->device();
-    const auto last = std::find_if(batches.rbegin(), batches.rend(), [&](const StepBatch& batch) {
-      return batch.device == device && uses_cuda_engine(device) && !batch.is_skipped;
-    });
-    if (last != batches.rend()) {
-      last->ends_guarded = true;
-    } else {
-      unfinished.guard_inputs.emplace(device, inputs);
-    }
-  }
+at::Tensor StepOutputs::prepare(const ParamTable& params, const StepInputs& inputs,
+                                std::vector<StepBatch>& batches) {
   has_grad_norm_ = inputs.reads_norm && grad_norm_.defined();
   const bool is_written = std::any_of(batches.begin(), batches.end(), [](const StepBatch& batch) {
     return batch.inputs.grad_norm != nullptr;
   });
   if (has_grad_norm_ && !is_written) write_norm(inputs.gradients);
-  return unfinished;
+  if (!tracks_step_applied_ || params.slots().empty()) return {};
+  return prepare_step_applied(params.slots().front().param().device(), batches);
 }
 
 // Lets the launches set step_applied_, or a temporary tensor on the first batch's device if no
@@ -102,13 +70,8 @@ void StepOutputs::write_norm(const GradientOptions& options) {
   grad_norm_.copy_(norm, /*non_blocking=*/true);
 }
 
-void StepOutputs::finish(const Unfinished& unfinished) {
-  if (unfinished.step_applied.defined()) {
-    step_applied_.copy_(unfinished.step_applied, /*non_blocking=*/true);
-  }
-  if (!unfinished.guard_inputs.has_value()) return;
-  const at::Device device = guard_->device();
-  engine_of(device).end_guarded_step(device, unfinished.guard_inputs->pointers);
+void StepOutputs::finish(const at::Tensor& step_applied) {
+  if (step_applied.defined()) step_applied_.copy_(step_applied, /*non_blocking=*/true);
 }
 
 }  // namespace amp_ext

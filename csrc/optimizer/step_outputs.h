@@ -1,16 +1,14 @@
-// The results of a step besides the parameters and states: the norm of all gradients, whether the
-// step was applied, and the norms that a guard counts.
+// The results of a step besides the parameters and states: the norm of all gradients, and whether
+// the step was applied.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <amp_ext/export.h>
 
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "optimizer/grad_scan.h"
-#include "optimizer/norm_statistics.h"
 #include "optimizer/step.h"
 
 namespace amp_ext {
@@ -19,27 +17,20 @@ namespace amp_ext {
 // the optimizer's plan lives.
 class AMP_EXT_API StepOutputs {
  public:
-  // Copies the guard and the settings, but no results.
-  void take_over(const StepOutputs& before);
+  // Copies the settings, but no results.
+  void take_over(const StepOutputs& before) { tracks_step_applied_ = before.tracks_step_applied_; }
 
-  // Sets the guard that compares the gradient norm of each step with earlier norms; null: no guard.
-  void set_guard(std::shared_ptr<NormStatistics> guard);
-  NormStatistics* guard() const { return guard_.get(); }
   // Makes every step from now on set step_applied().
   void track_step_applied() { tracks_step_applied_ = true; }
 
   // Returns the tensor for the norm of all gradients, or nullopt if the step does not read it.
   OptionalTensor allocate_norm(const ParamTable& params, bool reads_norm);
 
-  // What finish() writes, after the launches of a step.
-  struct Unfinished {
-    at::Tensor step_applied;                   // a copy on another device than step_applied()
-    std::optional<DeviceInputs> guard_inputs;  // set if no launch lets the guard count the norm
-  };
-  // Writes the norm if no launch writes it, and lets the launches write the other results.
-  Unfinished prepare(const ParamTable& params, const StepInputs& inputs,
+  // Writes the norm if no launch writes it, and lets the launches write the other results. Returns
+  // the step_applied that they write if that is on another device, for finish() after the launches.
+  at::Tensor prepare(const ParamTable& params, const StepInputs& inputs,
                      std::vector<StepBatch>& batches);
-  void finish(const Unfinished& unfinished);
+  void finish(const at::Tensor& step_applied);
 
   // Returns the norm of all unscaled gradients at the last step; undefined if it needed no norm.
   at::Tensor grad_norm() const { return has_grad_norm_ ? grad_norm_ : at::Tensor(); }
@@ -55,9 +46,6 @@ class AMP_EXT_API StepOutputs {
   at::Tensor step_applied_;
   bool has_grad_norm_ = false;  // whether grad_norm_ is of the last step
   bool tracks_step_applied_ = false;
-  std::shared_ptr<NormStatistics> guard_;
-  // Earlier guards on a GPU, kept alive because a captured CUDA graph may still write to them.
-  std::vector<std::shared_ptr<NormStatistics>> retired_guards_;
 };
 
 }  // namespace amp_ext

@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "optimizer/optimizer_description.h"
+#include "optimizer/step.h"
 #include "python/group_options.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
@@ -183,6 +184,17 @@ void define_descriptions(py::module_& module) {
           py::arg("group"));
 }
 
+// Judges the norm of a step. `judgement` has the doubles of a NormJudgement.
+void judge_norm(const at::Tensor& judgement, const at::Tensor& skips,
+                const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                const OptionalTensor& sum_of_squares, bool skip_nonfinite) {
+  const at::Device device = judgement.device();
+  const GradientOptions options{grad_scale, found_inf, {}, sum_of_squares, {}, skip_nonfinite};
+  const DeviceInputs inputs(device, {options, /*reads_norm=*/true});
+  auto* const numbers = reinterpret_cast<NormJudgement*>(judgement.mutable_data_ptr<double>());
+  engine_of(device).judge_norm(device, inputs.pointers, numbers, skips.mutable_data_ptr<float>());
+}
+
 }  // namespace
 
 void define_lists(py::module_& module) {
@@ -204,6 +216,10 @@ void define_lists(py::module_& module) {
              py::arg("found_inf"), py::arg("grad_scale"), py::arg("sum_of_squares"),
              py::arg("first_nonfinite"));
   module.def("count_nonfinite", &count_nonfinite, release_gil(), py::arg("tensors"));
+  // Holds the GIL, so that no thread reads numbers in host memory that are half written.
+  module.def("judge_norm_", &judge_norm, py::arg("judgement"), py::arg("skips"),
+             py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
+             py::arg("skip_nonfinite"));
   module.def("count_division_errors", &count_division_errors, release_gil(), py::arg("device"),
              py::arg("stride"));
   module.def("clip_grads_", &clip_grads_, release_gil(), py::arg("grads"), py::arg("total_norm"),

@@ -18,7 +18,6 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
   python::define_scaler(module);
   python::define_lists(module);
-  python::define_guard(module);
   python::define_plan(module);
   python::define_gradient_release(module);
   module.def("cpu_isa", &cpu_isa);

@@ -183,10 +183,10 @@ py::object run_scan(Operation& operation, const Scan& scan) {
 }
 
 py::object scan(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
-                const at::Tensor& found_inf, const OptionalTensor& grad_scale) {
+                const at::Tensor& found_inf, const OptionalTensor& grad_scale, bool sums_squares) {
   Operation operation(mine, step_plan, optimizer, "scan_gradients");
   return run_scan(operation, [&](Plan& plan, const optim::ClippingOptions& clipping) {
-    return plan.scan(found_inf, grad_scale, clipping);
+    return plan.scan(found_inf, grad_scale, clipping, sums_squares);
   });
 }
 
@@ -219,7 +219,8 @@ class ChunksOfPython : public StepChunks {
 
 py::object step(PlanOfPython& mine, const py::object& step_plan, const py::object& optimizer,
                 const py::object& amp_context, OptionalTensor grad_scale, OptionalTensor found_inf,
-                OptionalTensor sum_of_squares, const py::object& chunks) {
+                OptionalTensor sum_of_squares, const OptionalTensor& max_norm, bool is_of_scaler,
+                const py::object& chunks) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   const NormSource norm =
@@ -232,7 +233,8 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
   if (!chunks.is_none()) order.emplace(chunks);
   StatesOfPython store(operation, step_plan, amp_context);
   try {
-    mine.step(operation.table, std::move(options), store, order.has_value() ? &*order : nullptr);
+    mine.step(operation.table, std::move(options), store, is_of_scaler, max_norm,
+              order.has_value() ? &*order : nullptr);
   } catch (...) {
     store.take_back();
     throw;
@@ -243,7 +245,8 @@ py::object step(PlanOfPython& mine, const py::object& step_plan, const py::objec
 // Returns (found_inf, sum_of_squares) for the step of another plan.
 py::object prepare_copied_step(PlanOfPython& mine, const py::object& step_plan,
                                const py::object& optimizer, OptionalTensor grad_scale,
-                               OptionalTensor found_inf, OptionalTensor sum_of_squares) {
+                               OptionalTensor found_inf, OptionalTensor sum_of_squares,
+                               bool is_of_scaler) {
   Operation operation(mine, step_plan, optimizer, "step");
   if (!operation.is_current) return mine.answer(PlanAnswer::kRegisterParams);
   GradientOptions options = operation.gradient_options(std::move(grad_scale), std::move(found_inf),
@@ -251,7 +254,7 @@ py::object prepare_copied_step(PlanOfPython& mine, const py::object& step_plan,
   Plan::CopiedStepInputs inputs;
   {
     const py::gil_scoped_release release;
-    inputs = mine.prepare_copied_step(operation.table, std::move(options));
+    inputs = mine.prepare_copied_step(operation.table, std::move(options), is_of_scaler);
   }
   return py::make_tuple(inputs.found_inf, inputs.sum_of_squares);
 }
@@ -281,24 +284,18 @@ void define_plan(py::module_& module) {
                     std::string>(),
            py::arg("optimizer"), py::arg("description"), py::arg("before"), py::arg("failure"))
       .def("forget", &PlanOfPython::forget)
-      .def(
-          "set_guard",
-          [](PlanOfPython& self, std::shared_ptr<NormStatistics> guard) {
-            self.outputs().set_guard(std::move(guard));
-          },
-          py::arg("guard"))
-      .def("needs_norm", &PlanOfPython::needs_norm, py::arg("max_grad_norm"))
       .def("register_params", &register_params, py::arg("optimizer"), py::arg("operation"),
            py::arg("rows"))
       .def("scan", &scan, py::arg("step_plan"), py::arg("optimizer"), py::arg("found_inf"),
-           py::arg("grad_scale"))
+           py::arg("grad_scale"), py::arg("sums_squares"))
       .def("gradients_were_written", &gradients_were_written, py::arg("step_plan"),
            py::arg("optimizer"))
       .def("step", &step, py::arg("step_plan"), py::arg("optimizer"), py::arg("amp_context"),
            py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
-           py::arg("chunks") = py::none())
+           py::arg("max_norm"), py::arg("is_of_scaler"), py::arg("chunks") = py::none())
       .def("prepare_copied_step", &prepare_copied_step, py::arg("step_plan"), py::arg("optimizer"),
-           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"))
+           py::arg("grad_scale"), py::arg("found_inf"), py::arg("sum_of_squares"),
+           py::arg("is_of_scaler"))
       .def("remember_copied_step", &remember_copied_step, py::arg("step_plan"),
            py::arg("optimizer"), py::arg("had_scale"))
       .def(

@@ -139,8 +139,8 @@ int64_t number_of(LossScaleOfPython& self, const py::object& optimizer) {
         return py::cast<std::string>(name_of(reference(), index));
       },
       [reference] {
-        const py::object guard = py::getattr(reference(), "norm_guard", py::none());
-        return !guard.is_none() && py::cast<bool>(guard.attr("last_step_skipped")());
+        const py::object withheld = py::getattr(reference(), "_withheld_last_step", py::none());
+        return !withheld.is_none() && py::cast<bool>(withheld());
       });
 }
 

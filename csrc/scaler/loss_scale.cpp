@@ -75,10 +75,9 @@ std::optional<int64_t> LossScale::find_optimizer(const void* key) const {
 }
 
 int64_t LossScale::add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
-                                 std::function<bool()> guard_has_skipped) {
+                                 std::function<bool()> has_withheld) {
   if (const auto known = find_optimizer(key)) return *known;
-  report_slots_.push_back(
-      {key, std::move(is_alive), std::move(name_of), std::move(guard_has_skipped)});
+  report_slots_.push_back({key, std::move(is_alive), std::move(name_of), std::move(has_withheld)});
   return static_cast<int64_t>(report_slots_.size()) - 1;
 }
 
@@ -235,14 +234,14 @@ std::optional<bool> LossScale::step_skipped(std::optional<int64_t> slot) const {
     if (report.consecutive_skips > 0) return true;
     for (int64_t each = 0; each < monitor_->number_of_optimizers(); ++each) {
       const bool took_part = monitor_->read_optimizer(each).update == report.updates;
-      if (took_part && report_slot_of(each).guard_has_skipped()) return true;
+      if (took_part && report_slot_of(each).has_withheld()) return true;
     }
     return false;
   }
   if (*slot >= monitor_->number_of_optimizers()) return {};
   const OptimizerReport report = monitor_->read_optimizer(*slot);
   if (report.update == 0) return {};
-  return report.last_was_skipped != 0 || report_slot_of(*slot).guard_has_skipped();
+  return report.last_was_skipped != 0 || report_slot_of(*slot).has_withheld();
 }
 
 ScalerStats LossScale::stats(double initial_scale) const {

@@ -58,10 +58,10 @@ class AMP_EXT_API LossScale {
   // Returns the slot of the optimizer at address `key`. Ignores slots whose `is_alive` returns
   // false, because another optimizer may now have their address.
   std::optional<int64_t> find_optimizer(const void* key) const;
-  // Returns the slot of an optimizer, and adds a slot if it is unknown. `guard_has_skipped` returns
-  // whether a NormGuard skipped the last step.
+  // Returns the slot of an optimizer, and adds a slot if it is unknown. `has_withheld` returns
+  // whether the optimizer itself withheld its last step, without an overflow.
   int64_t add_optimizer(const void* key, std::function<bool()> is_alive, NameOf name_of,
-                        std::function<bool()> guard_has_skipped);
+                        std::function<bool()> has_withheld);
   const NameOf& names_of(int64_t slot) const { return report_slot_of(slot).name_of; }
 
   // Starts an iteration of an optimizer, and drops a scan that no update has read. Returns a
@@ -118,7 +118,7 @@ class AMP_EXT_API LossScale {
     const void* key;
     std::function<bool()> is_alive;
     NameOf name_of;
-    std::function<bool()> guard_has_skipped;
+    std::function<bool()> has_withheld;
     std::vector<at::Tensor> first_nonfinites = {};  // [] int64, one for each device
     bool counts_tensors = false;                    // of the last scan, see OverflowFlag
     bool awaits_update = false;  // a scan may have written first_nonfinites since the last update

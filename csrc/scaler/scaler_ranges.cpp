@@ -1,4 +1,4 @@
-// The table of the valid ranges of GradScaler and NormGuard numbers.
+// The table of the valid ranges of the numbers of a GradScaler and of statistics of norms.
 #include "scaler/scaler_ranges.h"
 
 #include <c10/util/Exception.h>

@@ -1,4 +1,4 @@
-// Valid ranges of the numbers that users give a GradScaler or a NormGuard.
+// Valid ranges of the numbers of a GradScaler and of statistics of norms.
 #pragma once
 
 #include <amp_ext/export.h>

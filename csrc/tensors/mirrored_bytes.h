@@ -6,10 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "elements/mirror.h"
 
@@ -46,19 +44,6 @@ inline void wait_before_end(const at::Device& device) noexcept {
   } catch (...) {
   }
 }
-
-// Entries [first, end) of a ring buffer; a negative sign marks a skipped or clipped step.
-struct SignedHistory {
-  std::vector<double> numbers;
-  std::vector<bool> have_sign;
-
-  SignedHistory(const double (&history)[kHistory], int64_t first, int64_t end) {
-    for (int64_t i = first; i < end; ++i) {
-      numbers.push_back(std::abs(history[i % kHistory]));
-      have_sign.push_back(std::signbit(history[i % kHistory]));
-    }
-  }
-};
 
 // Calls copy(), which reads a mirror. Repeats the call if the mirror was written meanwhile.
 template <typename Copy>

@@ -87,9 +87,8 @@ uint8_t usually_dithered(const Kernel& kernel, const Numbers& numbers) {
   return dithered;
 }
 
-// Two steps of tensors of all sizes, the second dithered, and a third that a guard skips. Returns
-// whether the counters of steps and the guard have advanced; true if there is no kernel for these
-// numbers.
+// Two steps of tensors of all sizes, the second dithered, and a third that is skipped. Returns
+// whether the counters of steps have advanced; true if there is no kernel for these numbers.
 bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   Memory memory;
   std::vector<KernelTensorArgs> all_args;
@@ -123,7 +122,7 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
     }
   }
   const float grad_scale = 2.0f;
-  const float found_inf = 0.0f;
+  float found_inf = 0.0f;
   StepLaunch launch = {};
   launch.kernel = kernel.kernel;
   launch.all_args = all_args.data();
@@ -134,22 +133,19 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   const auto is_launched = std::make_unique<bool[]>(all_args.size());
   launch.is_launched = is_launched.get();
   const double sum_of_squares = 1.0;
-  amp_ext::NormGuardMemory mirror, guard;
-  guard.mirror = &mirror;
+  const double max_norm = 0.25;
   launch.inputs.sum_of_squares = &sum_of_squares;
-  launch.inputs.guard = &guard;
-  launch.ends_guarded = true;
+  launch.inputs.max_norm = &max_norm;
   uint32_t block_counter = 0;
   const uint8_t usual = usually_dithered(kernel, numbers);
   for (const uint8_t dithered : {usual, uint8_t{0xff}, uint8_t{0x00}}) {
     for (KernelTensorArgs& args : all_args) args.dithered = dithered;
     std::fill_n(is_launched.get(), all_args.size(), false);
-    if (guard.norms == 2) guard.limit = 0.25;
+    found_inf = dithered == 0 ? 1.0f : 0.0f;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
   launched = true;
-  return block_counter == 0 && guard.outliers == 1 && mirror.finished == 3 && mirror.entered == 2 &&
-         equal(steps, std::vector<float>(steps.size(), 2.0f)) &&
+  return block_counter == 0 && equal(steps, std::vector<float>(steps.size(), 2.0f)) &&
          std::count(is_launched.get(), is_launched.get() + launch.count, true) == launch.count;
 }
 
@@ -244,6 +240,23 @@ bool run_gradients() {
   return right;
 }
 
+// Judges two norms, of which the second is an outlier.
+bool judge_norms() {
+  amp_ext::NormJudgement known = {};
+  known.limit = known.max_norm = 8.0;
+  const float grad_scale = 2.0f;
+  double sum_of_squares = 4.0;
+  float skips = 0.0f;
+  bool right = true;
+  for (const bool is_outlier : {false, true}) {
+    if (is_outlier) sum_of_squares = 1024.0;
+    const int error =
+        amp_ext::cuda::judge_norm({&grad_scale, nullptr, &sum_of_squares}, &known, &skips, nullptr);
+    right &= error == cudaSuccess && (skips == 1.0f) == is_outlier;
+  }
+  return right && known.norms == 2.0 && known.outliers == 1.0 && known.end == 2.0;
+}
+
 bool update_scale() {
   constexpr int kFlags = 200;  // more than one launch takes
   std::vector<float> found_infs(kFlags, 0.0f);
@@ -309,11 +322,9 @@ bool run_averages() {
 
 template <bool>
 bool run() {
-  const std::pair<const char*, bool> results[] = {{"steps", step_all()},
-                                                  {"gradients", run_gradients()},
-                                                  {"scale", update_scale()},
-                                                  {"averages", run_averages()},
-                                                  {"division", check_division()}};
+  const std::pair<const char*, bool> results[] = {
+      {"steps", step_all()},    {"gradients", run_gradients()}, {"scale", update_scale()},
+      {"norms", judge_norms()}, {"averages", run_averages()},   {"division", check_division()}};
   std::string text;
   bool all_right = true;
   for (const auto& [name, is_right] : results) {

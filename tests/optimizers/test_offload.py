@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -550,11 +550,14 @@ def test_states_edited_by_the_user_are_read() -> None:
     assert_trains_alike(optimizers, 2)
 
 
-def test_norms_guard_and_reports_are_those_without_offload() -> None:
-    optimizers = beside_offloaded(shapes=[(40, 3), (5,), (7, 2)], max_grad_norm=1.0)
+@pytest.mark.parametrize(("action", "max_grad_norm"), [("skip", 1.0), ("clip", None)])
+def test_norms_guard_and_reports_are_those_without_offload(
+    action: Literal["skip", "clip"], max_grad_norm: float | None
+) -> None:
+    optimizers = beside_offloaded(shapes=[(40, 3), (5,), (7, 2)], max_grad_norm=max_grad_norm)
     for optimizer in optimizers:
         optimizer.track_grad_norms = True
-        optimizer.norm_guard = NormGuard(warmup_steps=4, window=8)
+        optimizer.norm_guard = NormGuard(warmup_steps=4, window=8, action=action)
     scalers = scalers_of(amp_ext.GradScaler)
     for step in range(20):
         give_grads(*optimizers)
@@ -570,7 +573,7 @@ def test_norms_guard_and_reports_are_those_without_offload() -> None:
         for name in ("grad_norm", "grad_norms", "step_applied"):
             assert same_bits(getattr(ours_, name), getattr(plain, name))
         assert ours_.named_grad_norms() == plain.named_grad_norms()
-        assert bool(ours_.step_applied) is (step != 15)
+        assert bool(ours_.step_applied) is (step != 15 or action == "clip")
     assert optimizers[0].norm_guard.stats() == optimizers[1].norm_guard.stats()
     assert optimizers[0].norm_guard.stats().outliers == 1
     assert_same_bits(*optimizers)

@@ -170,14 +170,4 @@ struct AMP_EXT_API LossScaleHyperparameters {
   bool dynamic = true;
 };
 
-struct AMP_EXT_API NormGuardHyperparameters {
-  double sigma_factor = 6.0;  // number of standard deviations by which a norm may exceed the mean
-  int64_t window = 128;       // the newest norm has the weight 2 / (window + 1)
-  int64_t warmup_steps = 64;  // number of norms to collect before outliers are detected
-  // Absolute limit: a norm above it is always an outlier.
-  double max_norm = std::numeric_limits<double>::infinity();
-  int64_t patience = 16;  // after patience - 1 outliers in a row, the next outlier is accepted
-  bool clips = false;     // true: clip the gradients of outliers to the limit; false: skip the step
-};
-
 }  // namespace amp_ext
