@@ -276,7 +276,8 @@ at::Tensor FusedOptimizer<Options>::step(LossClosure closure) {
       if (gradients.grad_scale) SeenTensor::remember(state.scaled_grad, grad, version_of(grad));
       step.state = state.tensors;
       step.state.buffers.resize(buffers_of(own, options.amsgrad_).size());
-      step.master_is_current = state.seen_param->is(param, version_of(param));
+      step.master_is_current =
+          state.seen_param.has_value() && state.seen_param->is(param, version_of(param));
     }
   }
   if (states.empty()) return loss;
@@ -347,6 +348,10 @@ void FusedOptimizer<Options>::load(InputArchive& archive) {
     for_each_number(options_of(group).numbers_, [&](const std::string& name, auto& number) {
       number = own.at(c10::str("group", group, "_", name)).item().toDouble();
     });
+  }
+  // The next step compares loaded master weights with the parameters, which may be others.
+  for (const auto& [param, held] : state_) {
+    static_cast<FusedParamState&>(*held).seen_param.reset();
   }
 }
 

@@ -183,8 +183,8 @@ class AMP_EXT_API ScaledOptimizer : public torch::optim::Optimizer {
 struct FusedParamState;
 
 // The optimizers. A step reads groups, parameters and gradients when it is called. If a parameter
-// was written since its last step, its float32 master weight becomes the parameter where it does
-// not round to it.
+// was written since its last step, or its state was loaded, its float32 master weight becomes the
+// parameter where it does not round to it.
 template <typename Options>
 class AMP_EXT_API FusedOptimizer : public ScaledOptimizer {
  public:

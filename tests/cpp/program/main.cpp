@@ -236,10 +236,15 @@ void masters() {
     give(param, 1.0);
     optimizer.step();
     check(value(optimizer.master_params()[0]) != value(param), "a master keeps more bits");
+    std::stringstream file;
+    torch::save(optimizer, file);
     const torch::NoGradGuard no_grad;
     param.fill_(3.0);
     optimizer.step();
     check(std::abs(value(optimizer.master_params()[0]) - 3.0) < 0.02, "a write reaches the master");
+    torch::load(optimizer, file);
+    optimizer.step();
+    check(std::abs(value(param) - 3.0) < 0.02, "a loaded master follows the parameter");
   }
   const c10::InferenceMode inference;
   AdamW optimizer({parameter(1.0, torch::kHalf)}, AdamWOptions(1e-3));
