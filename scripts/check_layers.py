@@ -32,7 +32,6 @@ FOLDERS = {
     "scaler": 8,
     "optimizer": 8,
     "lists": 9,
-    "files": 9,
     "libtorch": 10,
     "python": 11,
 }

@@ -828,10 +828,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def written_by_load(self) -> list[dict[str, Any]]:
-        """Returns the dicts that :meth:`load_state_dict` writes, so that they can be restored."""
-        return [vars(self), vars(self._plan)]
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns the contents for a pickle or a copy, including a failure of an earlier step."""
         self.check_weights_are_in(f"{type(self).__name__}.__getstate__")

@@ -1,27 +1,28 @@
-"""Writes checkpoint files atomically: a process that dies while it writes leaves the old file."""
+"""Writes checkpoint files atomically, and saves the states of torch's random generators."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
-from typing import Any, BinaryIO
+import secrets
+import stat
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from amp_ext import ops
+__all__ = ["random_state", "set_random_state", "write_checkpoint"]
 
-__all__ = ["write_checkpoint"]
+_LONGEST_NAME = 255  # bytes in the name of a file
 
 
-def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str]) -> None:
+def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
     """Replaces a file atomically, once the new file is on the disk.
 
     The new file is first written to the same folder as ``<name>.<16 digits>.tmp``, with a long name
     cut, and then renamed. It keeps the mode of the old file.
 
     Args:
-        operation: Name of the operation in errors.
         content: An object that ``torch.load`` can read with ``weights_only=True``.
         path: Path of the file. If it is a symbolic link, the file that it points to is replaced.
 
@@ -30,47 +31,62 @@ def write_checkpoint(operation: str, content: Any, path: str | os.PathLike[str])
             path is a folder, a device, a pipe or a socket.
         OSError: If the file can't be written. The old file is still there after any error.
     """
-    temporary = None
     try:
-        refusal, error, descriptor, temporary, target = ops.open_atomic(os.fsencode(path))
-        if refusal:
-            raise ValueError(f"{operation}: {os.fsdecode(refusal)}")
-        if error:
-            raise OSError(error, os.strerror(error), os.fspath(path))
-        with open(descriptor, "wb") as file:
-            _save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-            _check_readable(operation, Path(os.fsdecode(temporary)))
-            os.replace(temporary, target)
-    except BaseException:
-        if temporary:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-        raise
-    folder = os.open(os.path.dirname(temporary), os.O_RDONLY)
-    try:
-        os.fsync(folder)  # so that the new name survives a power failure
-    finally:
-        os.close(folder)
-
-
-def _save(content: Any, file: BinaryIO) -> None:
-    try:
-        torch.save(content, file)
-    except RuntimeError as error:
-        # After a full disk or Ctrl-C torch closes its archive, which raises a second error. The
-        # first one says more.
-        if error.__context__ is not None:
-            raise error.__context__ from None
-        raise
-
-
-def _check_readable(operation: str, path: Path) -> None:
-    """Checks that ``torch.load`` can read a file with ``weights_only=True``."""
-    classes = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if classes:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = None
+    if not os.path.basename(path) or not (mode is None or stat.S_ISREG(mode)):
         raise ValueError(
-            f"{operation}: model, trainer and extra must have tensors, numbers, text and lists and "
-            f"dicts of these alone, got {', '.join(sorted(classes))}"
+            f"MixedPrecisionTrainer.save: path must be of a file, or of nothing yet, got {path}, "
+            "which is a folder, a device, a pipe or a socket"
         )
+    folder, name = os.path.split(os.path.realpath(os.fsencode(path)))
+    end = f".{secrets.token_hex(8)}.tmp".encode()
+    temporary = os.path.join(folder, name[: _LONGEST_NAME - len(end)] + end)
+    permissions = 0o666 if mode is None else stat.S_IMODE(mode)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions)
+    try:
+        with open(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, permissions)  # with those that the umask removed
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:
+                # After a full disk or Ctrl-C torch closes its archive, which raises a second error.
+                # The first one says more.
+                raise (error.__context__ or error) from None
+            file.flush()
+            os.fsync(descriptor)
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(os.fsdecode(temporary))
+        if classes:
+            raise ValueError(
+                "MixedPrecisionTrainer.save: model, trainer and extra must have tensors, numbers, "
+                f"text and lists and dicts of these alone, got {', '.join(sorted(classes))}"
+            )
+        os.replace(temporary, os.path.join(folder, name))
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # so that the new name survives a power failure
+    finally:
+        os.close(descriptor)
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the states of the CPU generator and, once CUDA is initialized, of all GPUs."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores torch's generators; skips the states of GPUs that this machine lacks.
+
+    Args:
+        state: The result of :func:`random_state`.
+    """
+    for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(one, device)
+    torch.set_rng_state(state["cpu"])

@@ -14,15 +14,10 @@ from amp_ext.training.scaler import SMALLEST_SCALE
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-DTYPES: dict[Any, torch.dtype] = {
+_DTYPES: dict[Any, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-}
-_SPELLINGS: dict[Any, str] = {
-    spelling: name
-    for name, dtype in DTYPES.items()
-    for spelling in (name, dtype, str(dtype), str(dtype).removeprefix("torch."))
 }
 
 
@@ -67,35 +62,36 @@ class MixedPrecisionConfig:
         """Converts numpy numbers to Python numbers, and checks settings that no scaler checks."""
         for each in fields(self):
             object.__setattr__(self, each.name, plain(getattr(self, each.name)))
-        given: Any = self.precision
-        known = isinstance(given, (str, torch.dtype)) and given in _SPELLINGS
-        self._check("precision", known, "'fp32', 'bf16' or 'fp16'")
-        object.__setattr__(self, "precision", _SPELLINGS[given])
-        norm, steps = self.max_grad_norm, self.gradient_accumulation_steps
-        fits = norm is None or (is_number(norm) and norm >= 0)
-        self._check("max_grad_norm", fits, "0 or more, or None")
-        self._check("gradient_accumulation_steps", is_count(steps), "an int of 1 or more")
-        if not (self.norm_guard is None or isinstance(self.norm_guard, Mapping)):
+        dtype_names = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
+        given = str(self.precision).removeprefix("torch.")
+        object.__setattr__(self, "precision", dtype_names.get(given, self.precision))
+        norm: Any = self.max_grad_norm
+        decay: Any = self.average_decay
+        is_norm = norm is None or (is_number(norm) and norm >= 0)
+        is_decay = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
+        is_batches = is_count(self.gradient_accumulation_steps)
+        for name, fits, wanted in (
+            ("precision", self.precision in [*_DTYPES], "'fp32', 'bf16' or 'fp16'"),
+            ("max_grad_norm", is_norm, "0 or more, or None"),
+            ("gradient_accumulation_steps", is_batches, "an int of 1 or more"),
+            ("average_decay", is_decay, 'from 0 to 1, "equal" or None'),
+        ):
+            if not fits:
+                raise ValueError(
+                    f"MixedPrecisionConfig: {name} must be {wanted}, got {getattr(self, name)!r}"
+                )
+        if not isinstance(self.norm_guard, Mapping | None):
             raise TypeError(
                 "MixedPrecisionConfig: norm_guard must be a dict of the arguments of a NormGuard, "
                 f"or None, got {type(self.norm_guard).__name__}"
             )
         if self.norm_guard is not None:
             NormGuard(**self.norm_guard)  # raises if an argument is invalid
-        decay: Any = self.average_decay
-        fits = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
-        self._check("average_decay", fits, 'from 0 to 1, "equal" or None')
-
-    def _check(self, name: str, fits: bool, wanted: str) -> None:
-        if not fits:
-            raise ValueError(
-                f"MixedPrecisionConfig: {name} must be {wanted}, got {getattr(self, name)!r}"
-            )
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision as a torch dtype."""
-        return DTYPES[self.precision]
+        return _DTYPES[self.precision]
 
     @property
     def needs_scaler(self) -> bool:

@@ -38,10 +38,9 @@ class StepMetrics:
         tensors = {name: value for name, value in vars(self).items() if value is not None}
         device = self.loss.device
         numbers = torch.stack([value.to(device, torch.float64) for value in tensors.values()])
-        figures: dict[str, float | bool | None] = dict.fromkeys(vars(self))
-        figures.update(zip(tensors, numbers.tolist(), strict=True))
-        if self.skipped is not None:
-            figures["skipped"] = bool(figures["skipped"])
-        if self.n_averaged is not None:
-            figures["n_averaged"] = int(figures["n_averaged"] or 0)
-        return figures
+        found = dict(zip(tensors, numbers.tolist(), strict=True))
+        kinds = {"skipped": bool, "n_averaged": int}
+        return {
+            name: kinds.get(name, float)(found[name]) if name in found else None
+            for name in vars(self)
+        }

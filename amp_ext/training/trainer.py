@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_ext.amp_protocol import to_device
+from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import params_of
+from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
+from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
-from amp_ext.training.checkpoint_file import write_checkpoint
+from amp_ext.sharding import is_dtensor
+from amp_ext.training.checkpoint_file import random_state, set_random_state, write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
-from amp_ext.training.loss import loss_in, one_number
+from amp_ext.training.loss import loss_in
 from amp_ext.training.metrics import StepMetrics
 from amp_ext.training.scaler import create_fp16_grad_scaler
-from amp_ext.training.trainer_state import file_of, listed, load_file, load_state, state_of
 
 Scheduler = LRScheduler | WeightDecayScheduler
 
@@ -74,6 +78,7 @@ class MixedPrecisionTrainer:
             None. To validate with the averages, use ``with trainer.average.swap():``.
     """
 
+    @outside_inference_mode()
     def __init__(
         self,
         model: nn.Module,
@@ -107,30 +112,67 @@ class MixedPrecisionTrainer:
                 the scaler is disabled, a number of the config does not fit a scaler or a guard, or
                 the config has a ``norm_guard`` and the optimizer is not of ``amp_ext.optim``.
         """
-        _check_type("model", model, nn.Module)
-        _check_type("optimizer", optimizer, torch.optim.Optimizer)
-        _check_type("config", config, MixedPrecisionConfig)
-        for each in listed(scheduler):
-            _check_scheduler(each)
+        for name, part, kind in (
+            ("model", model, nn.Module),
+            ("optimizer", optimizer, torch.optim.Optimizer),
+            ("config", config, MixedPrecisionConfig),
+            ("scaler", scaler, GradScaler | None),
+        ):
+            if not isinstance(part, kind):
+                raise TypeError(f"MixedPrecisionTrainer: {name} must be {kind}, got {type(part)}")
+        for each in _listed(scheduler):
+            try:
+                inspect.signature(each.step).bind()
+                _ = each.state_dict, each.load_state_dict
+            except (AttributeError, TypeError) as error:
+                raise TypeError(
+                    "MixedPrecisionTrainer: scheduler must have step() without arguments, "
+                    f"state_dict() and load_state_dict(), got {type(each)}: {error}. Step a "
+                    "scheduler that needs a validation loss yourself after each validation."
+                ) from None
         params = params_of(optimizer)
-        _check_params(params, config)
+        if not params:
+            raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
+        for dtype in {param.dtype for param in params} & {torch.float16, torch.bfloat16}:
+            if dtype != config.dtype:
+                raise ValueError(
+                    f"MixedPrecisionTrainer: config.precision must be {dtype} for parameters of "
+                    f"{dtype}, got {config.precision!r}"
+                )
+        self._device = params[0].device
+        if scaler is None and config.needs_scaler:
+            scaler = create_fp16_grad_scaler(
+                self._device,
+                init_scale=config.initial_loss_scale,
+                growth_factor=config.growth_factor,
+                backoff_factor=config.backoff_factor,
+                growth_interval=config.growth_interval,
+                min_scale=config.min_scale,
+            )
+        elif scaler is not None and not scaler.is_enabled():
+            raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
+        self._fused: Any = optimizer if isinstance(optimizer, FusedOptimizer) else None
+        is_guarded = config.norm_guard is not None
+        if is_guarded and (self._fused is None or self._fused.norm_guard is not None):
+            raise ValueError(
+                "MixedPrecisionTrainer: with a norm_guard in the config, optimizer must be one of "
+                f"amp_ext.optim that has no norm_guard yet, got {type(optimizer)}"
+            )
+        decay: Any = config.average_decay
+        average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
+        # All checks are done before the optimizer is changed.
+        if config.norm_guard is not None:
+            self._fused.norm_guard = NormGuard(**config.norm_guard)  # type: ignore[union-attr]
+        if self._fused is not None and config.max_grad_norm is not None:
+            for group in (optimizer.defaults, *optimizer.param_groups):
+                group["max_grad_norm"] = config.max_grad_norm
         self.model = model
         self.optimizer = optimizer
         self.config = config
         self.loss_function = loss_function
         self.scheduler = scheduler
-        self.scaler = _scaler_for(config, scaler, params[0].device)
-        self._fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
-        guard = _guard_for(config, optimizer)
-        decay: Any = config.average_decay
-        self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
-        # All checks are done before the optimizer is changed.
-        if guard is not None:
-            self._fused.norm_guard = guard  # type: ignore[union-attr]
-        if self._fused is not None and config.max_grad_norm is not None:
-            for group in (optimizer.defaults, *optimizer.param_groups):
-                group["max_grad_norm"] = config.max_grad_norm
-        self._some_param = params[0]
+        self.scaler = scaler
+        self.average = average
         self._mixed = config.precision != "fp32"
         self._in_16_bits = self._mixed and all(
             param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
@@ -138,20 +180,23 @@ class MixedPrecisionTrainer:
         self._accumulated = 0
         self._scheduler_is_due = False
         # Metrics of a training without a scaler, and the loss before the first batch.
-        with outside_inference_mode():
-            self._no_scale = torch.ones((), device=params[0].device)
-            self._not_skipped = torch.zeros((), dtype=torch.bool, device=params[0].device)
-            self._no_loss = torch.full((), torch.nan, device=params[0].device)
-        self._loss = self._no_loss
+        self._no_scale = torch.ones((), device=self._device)
+        self._not_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
+        self._loss = self._no_loss = torch.full((), torch.nan, device=self._device)
 
     def __repr__(self) -> str:
         """Returns the classes of the parts, the precision and the number of accumulated batches."""
-        names = ("model", "optimizer", "scheduler", "scaler")
-        parts = [(name, getattr(self, name)) for name in names]
-        classes = [f"{name}={type(part).__name__}" for name, part in parts if part is not None]
+        parts = {
+            name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler")
+        }
+        shown = [
+            f"{name}={type(each).__name__}" for name, each in parts.items() if each is not None
+        ]
         batches = f"{self._accumulated} of {self.config.gradient_accumulation_steps}"
-        text = f"{', '.join(classes)}; {self.config.precision}, {batches} batches accumulated"
-        return f"{type(self).__name__}({text})"
+        return (
+            f"{type(self).__name__}({', '.join(shown)}; {self.config.precision}, {batches} batches "
+            "accumulated)"
+        )
 
     # Training.
 
@@ -178,8 +223,7 @@ class MixedPrecisionTrainer:
         """
         if targets is not None and self.loss_function is None:
             raise ValueError(
-                "train_step: targets must be None without a loss_function, got "
-                f"{type(targets).__name__}"
+                f"train_step: targets must be None without a loss_function, got {type(targets)}"
             )
         if targets is None and self.loss_function is not None and isinstance(inputs, (tuple, list)):
             _check_arguments(self.model, inputs)
@@ -247,10 +291,10 @@ class MixedPrecisionTrainer:
             is_skipped = guard is not None and guard.last_step_skipped(wait=True)
         self._scheduler_is_due = False  # set first, so that an exception is not raised again
         if not is_skipped:
-            for scheduler in listed(self.scheduler):
+            for scheduler in _listed(self.scheduler):
                 scheduler.step()
 
-    def _guard(self) -> NormGuard | None:
+    def _guard(self) -> Any:
         return None if self._fused is None else self._fused.norm_guard
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
@@ -262,19 +306,25 @@ class MixedPrecisionTrainer:
             else:
                 output = self.model(self._cast(inputs))
         if self.loss_function is None:
-            return one_number(loss_in(output), "without a loss_function the model's output")
-        with self._autocast(self._mixed):
-            arguments = (output,) if targets is None else (output, targets)
-            return one_number(self.loss_function(*arguments), "loss_function")
+            source, loss = "without a loss_function the model's output", loss_in(output)
+        else:
+            with self._autocast(self._mixed):
+                arguments = (output,) if targets is None else (output, targets)
+                source, loss = "loss_function", self.loss_function(*arguments)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(
+                f"train_step: {source} must give a loss, a tensor of one number, got {got}"
+            )
+        return loss.reshape(())
 
     def _autocast(self, enabled: bool) -> torch.autocast:
-        return torch.autocast(self._some_param.device.type, self.config.dtype, enabled=enabled)
+        return torch.autocast(self._device.type, self.config.dtype, enabled=enabled)
 
     def _cast(self, value: Any) -> Any:
         """Converts a floating-point input if all of the model's parameters are in 16 bits."""
-        if self._in_16_bits and isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self.config.dtype)
-        return value
+        is_cast = self._in_16_bits and isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.config.dtype) if is_cast else value
 
     def _loss_scale(self) -> Tensor:
         if self.scaler is None:
@@ -294,16 +344,13 @@ class MixedPrecisionTrainer:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
-            flags = self.scaler._found_inf_per_device(self.optimizer).values()
-            found: Any = sum(to_device(flag, loss_scale.device) for flag in flags)
-            skipped = found != 0
+            flags: Any = self.scaler._found_inf_per_device(self.optimizer)
+            skipped = sum_of_flags(flags, loss_scale.device) != 0  # type: ignore[assignment]
             self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
-        if self._fused is not None and self._fused.norm_guard is not None:
-            applied = self._fused.step_applied
-            if applied is not None:
-                skipped = skipped | to_device(applied == 0, skipped.device)
+        if self._guard() is not None and self._fused.step_applied is not None:
+            skipped = skipped | to_device(self._fused.step_applied == 0, skipped.device)
         self._accumulated = 0
         self._scheduler_is_due = True
         if self.scaler is None and self._guard() is None:  # no step can be skipped: needs no wait
@@ -328,15 +375,36 @@ class MixedPrecisionTrainer:
                 f"{error}. The state is returned with the scheduler as it is now.",
                 stacklevel=2,
             )
-        return state_of(self)
+        schedules = [each.state_dict() for each in _listed(self.scheduler)]
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": schedules
+            if isinstance(self.scheduler, Sequence)
+            else [*schedules, None][0],
+            "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
+            "accumulated": self._accumulated,
+            "gradients": [],
+            "loss": None,
+        }
+        if self._accumulated:
+            state |= {
+                "gradients": [each.grad for each in params_of(self.optimizer)],
+                "loss": self._loss,
+            }
+        for name, part in (("norm_guard", self._guard()), ("average", self.average)):
+            if part is not None:
+                state[name] = part.state_dict()
+        # Schedulers that compute with numpy leave its numbers in their states and in the groups.
+        return with_plain_numbers(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the state of :meth:`state_dict`. Load the model first, or use :meth:`load`.
 
         The state may come from another precision: if this trainer has no scaler, a saved one is
         ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
-        state, a norm guard keeps its statistics and an average restarts. After any error or
-        interrupt, nothing has changed.
+        state, a norm guard keeps its statistics and an average restarts. After an error, nothing
+        has changed. After an interrupt (Ctrl-C), load again.
 
         Args:
             state_dict: The result of ``state_dict()``.
@@ -346,7 +414,7 @@ class MixedPrecisionTrainer:
             ValueError: If the number of schedulers differs, or the accumulated batches do not fit
                 this trainer.
         """
-        load_state(self, "MixedPrecisionTrainer.load_state_dict", state_dict)
+        self._load("MixedPrecisionTrainer.load_state_dict", state_dict)
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Writes a checkpoint file from which :meth:`load` resumes with bit-identical results.
@@ -371,14 +439,25 @@ class MixedPrecisionTrainer:
                 with ``weights_only=True``, or if the path is a folder, device, pipe or socket.
             OSError: If the file can't be written. The old file is still there after any error.
         """
-        write_checkpoint("MixedPrecisionTrainer.save", file_of(self, extra), path)
+        self._check_not_sharded("MixedPrecisionTrainer.save")
+        model = self.model.state_dict()
+        metadata = getattr(model, "_metadata", {})  # the versions of the modules
+        content = {
+            "model": dict(model),
+            "model_metadata": {name: dict(each) for name, each in metadata.items()},
+            "trainer": self.state_dict(),
+            "random": random_state(),
+            "extra": extra,
+        }
+        write_checkpoint(content, path)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
 
-        After an error or an interrupt, the model, the optimizer and the generators are as before;
-        to restore them, the call holds a copy of the model. Reads with ``weights_only=True``. The
-        file may come from another precision or device. Generators of missing GPUs are skipped.
+        After an error, the model, the optimizer and the generators are as before; for this, the
+        call holds a copy of the model. After an interrupt (Ctrl-C), load again. Reads with
+        ``weights_only=True``. The file may come from another precision or device. Generators of
+        missing GPUs are skipped.
 
         Args:
             path: Path of the file.
@@ -392,53 +471,133 @@ class MixedPrecisionTrainer:
             RuntimeError: If the model's parameters have other names or shapes.
             OSError: If the file does not exist or can't be read.
         """
-        return load_file(self, path)
+        operation = "MixedPrecisionTrainer.load"
+        self._check_not_sharded(operation)
+        with outside_inference_mode():
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
+        if missing:
+            raise KeyError(
+                f"{operation}: the file lacks {missing} and has {list(content)[:8]}. Load a file "
+                "that MixedPrecisionTrainer.save() wrote."
+            )
+        model: Any = content["model"]
+        if "model_metadata" in content:  # files of earlier releases lack it
+            model = OrderedDict(model)
+            model._metadata = content["model_metadata"]
+        self._load(operation, content["trainer"], model, content["random"])
+        return content["extra"]
+
+    def _load(
+        self,
+        operation: str,
+        state: Mapping[str, Any],
+        model: Mapping[str, Any] | None = None,
+        random: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Loads a state dict, and the states of the model and the generators if given."""
+        names = ("optimizer", "scaler", "scheduler", "gradient_accumulation_steps")
+        missing = [name for name in (*names, "accumulated", "gradients") if name not in state]
+        if missing:
+            raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state)}")
+        schedulers = _listed(self.scheduler)
+        # Copied because SequentialLR.load_state_dict removes their _schedulers.
+        schedules = _listed(copy.deepcopy(state["scheduler"]))
+        if len(schedulers) != len(schedules):
+            raise ValueError(
+                f"{operation}: state_dict must have the states of {len(schedulers)} schedulers, "
+                f"got {len(schedules)}"
+            )
+        with outside_inference_mode():
+            gradients = self._saved_gradients(operation, state) if state["accumulated"] else []
+            loss = state.get("loss")  # files of earlier releases lack it
+            loss = self._no_loss if loss is None else loss.to(self._device, copy=True)
+        scaler: Any = self.scaler
+        guard: Any = self._guard()
+        scaler_state = None if scaler is None else state["scaler"]
+        guard_state = None if guard is None else state.get("norm_guard")
+        # Others check the states of these two, which are loaded last.
+        if scaler_state is not None:
+            GradScaler(self._device.type).load_state_dict(scaler_state)
+        if guard_state is not None:
+            copy.copy(guard).load_state_dict(guard_state)
+        # Modules and schedulers write while they check, so an error restores their old states. The
+        # average comes last, since it changes nothing if it raises.
+        old_model: Any = OrderedDict() if model is None else copy.copy(self.model.state_dict())
+        for name, value in old_model.items():
+            is_tensor = isinstance(value, Tensor)  # deepcopy refuses those in CSR layouts
+            old_model[name] = value.detach().clone() if is_tensor else copy.deepcopy(value)
+        old_random, old_optimizer = random_state(), self.optimizer.__getstate__()
+        old_schedules = [dict(each.state_dict()) for each in schedulers]
+        try:
+            if model is not None and random is not None:
+                set_random_state(random)
+                self.model.load_state_dict(model)
+            self.optimizer.load_state_dict(state["optimizer"])
+            for scheduler, schedule in zip(schedulers, schedules, strict=True):
+                scheduler.load_state_dict(schedule)
+            if self.average is not None and state.get("average") is not None:
+                self.average.load_state_dict(state["average"])
+            elif self.average is not None:
+                self.average.restart()
+        except Exception:
+            if model is not None:
+                set_random_state(old_random)
+                self.model.load_state_dict(old_model)
+            self.optimizer.__setstate__(old_optimizer)
+            for scheduler, schedule in zip(schedulers, old_schedules, strict=True):
+                scheduler.load_state_dict(schedule)
+            raise
+        if scaler_state is not None:
+            scaler.load_state_dict(scaler_state)
+            scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
+        if guard_state is not None:
+            guard.load_state_dict(guard_state)
+        for param, grad in zip(params_of(self.optimizer), gradients, strict=False):
+            param.grad = grad
+        self._accumulated, self._loss = state["accumulated"], loss
+        self._scheduler_is_due = False
+
+    def _saved_gradients(self, operation: str, state: Mapping[str, Any]) -> list[Tensor | None]:
+        """Returns copies of the gradients in a state dict, in the order of the parameters."""
+        params, gradients = params_of(self.optimizer), state["gradients"]
+        if self._fused is not None:
+            keys = keys_in_order(self._fused, state["optimizer"])
+            if set(keys) == set(range(len(gradients))):
+                gradients = [gradients[key] for key in keys]
+        wanted = (self.config.gradient_accumulation_steps, self.scaler is not None, len(params))
+        got = (state["gradient_accumulation_steps"], state["scaler"] is not None, len(gradients))
+        if wanted != got:
+            words = "{} batches a step, a scaler: {}, {} parameters".format
+            raise ValueError(
+                f"{operation}: the file was saved while gradients accumulated ({words(*got)}), "
+                f"which do not fit this trainer ({words(*wanted)}). Call flush() before save(), or "
+                "construct the trainer as it was saved."
+            )
+        copies = []
+        for param, grad in zip(params, gradients, strict=True):
+            copies.append(None if grad is None else grad.to(param.device, copy=True))
+            param.detach().requires_grad_().grad = copies[
+                -1
+            ]  # raises if the shape or dtype differs
+        return copies
+
+    def _check_not_sharded(self, operation: str) -> None:
+        """Raises ValueError if parameters of the model are sharded over ranks."""
+        parts = {**self.model.state_dict(), **dict(self.model.named_modules())}
+        for name, part in parts.items():
+            if is_dtensor(part) or type(part).__name__ == "FullyShardedDataParallel":
+                raise ValueError(
+                    f"{operation}: {name or type(part).__name__!r} is sharded over ranks. Use "
+                    "torch.distributed.checkpoint for the model and the optimizer."
+                )
 
 
-def _scaler_for(
-    config: MixedPrecisionConfig, given: GradScaler | None, device: torch.device
-) -> GradScaler | None:
-    """Returns the given scaler, or a new one for fp16, or None."""
-    if given is not None:
-        _check_type("scaler", given, GradScaler)
-        if not given.is_enabled():
-            raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
-        return given
-    if not config.needs_scaler:
-        return None
-    return create_fp16_grad_scaler(
-        device,
-        init_scale=config.initial_loss_scale,
-        growth_factor=config.growth_factor,
-        backoff_factor=config.backoff_factor,
-        growth_interval=config.growth_interval,
-        min_scale=config.min_scale,
-    )
-
-
-def _guard_for(config: MixedPrecisionConfig, optimizer: Any) -> NormGuard | None:
-    """Returns a new guard for the optimizer if the config has one, or None."""
-    if config.norm_guard is None:
-        return None
-    if not isinstance(optimizer, FusedOptimizer):
-        raise ValueError(
-            "MixedPrecisionTrainer: optimizer must be one of amp_ext.optim with a norm_guard, got "
-            f"{type(optimizer).__name__}"
-        )
-    if optimizer.norm_guard is not None:
-        raise ValueError(
-            "MixedPrecisionTrainer: both the optimizer and the config have a norm_guard. Leave "
-            "one of them out."
-        )
-    return NormGuard(**config.norm_guard)
-
-
-def _check_type(name: str, part: object, wanted_type: type) -> None:
-    if not isinstance(part, wanted_type):
-        wanted = f"{wanted_type.__module__.partition('.')[0]}'s {wanted_type.__name__}"
-        raise TypeError(
-            f"MixedPrecisionTrainer: {name} must be {wanted}, got {type(part).__name__}"
-        )
+def _listed(value: Any) -> list[Any]:
+    """Returns a list of schedulers, or of their states, from a list, a single one or None."""
+    if value is None:
+        return []
+    return [*value] if isinstance(value, Sequence) else [value]
 
 
 def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
@@ -455,37 +614,3 @@ def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
             f"{len(inputs)} for forward{signature}: {error}; if the batch holds inputs and "
             "targets, call train_step(inputs, targets)"
         ) from None
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    """Checks that a scheduler can be saved, and that its ``step`` needs no arguments."""
-    lacks = [
-        name
-        for name in ("step", "state_dict", "load_state_dict")
-        if not callable(getattr(scheduler, name, None))
-    ]
-    if lacks:
-        raise TypeError(
-            f"MixedPrecisionTrainer: scheduler must have {', '.join(lacks)}, got "
-            f"{type(scheduler).__name__}"
-        )
-    try:
-        inspect.signature(scheduler.step).bind()
-    except TypeError:
-        raise TypeError(
-            f"MixedPrecisionTrainer: step() of {type(scheduler).__name__} needs an argument, such "
-            "as the validation loss. Step this scheduler yourself after each validation."
-        ) from None
-
-
-def _check_params(params: list[Tensor], config: MixedPrecisionConfig) -> None:
-    """Checks that the dtypes of the parameters fit the precision of the config."""
-    if not params:
-        raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
-    dtypes = {param.dtype for param in params}
-    for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        if dtype in dtypes and config.precision != precision:
-            raise ValueError(
-                f"MixedPrecisionTrainer: config.precision must be {precision!r} for parameters of "
-                f"{dtype}, got {config.precision!r}"
-            )

@@ -4,12 +4,8 @@
 #include <ATen/record_function.h>
 #include <pybind11/stl.h>
 
-#include <string>
-#include <tuple>
-
 #include "devices/dispatch.h"
 #include "elements/numeric.h"
-#include "files/atomic_file.h"
 #include "optimizer/optimizer_description.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -25,19 +21,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("names_of_all_buffers", &optim::names_of_all_buffers);
   module.def("names_of_all_options", &optim::names_of_all_options);
   module.def("names_of_refused_flags", &optim::names_of_refused_flags);
-  module.def(
-      "open_atomic",
-      [](const std::string& path) {
-        AtomicFile file;
-        {
-          const py::gil_scoped_release release;
-          file = open_atomic(path);
-        }
-        // Returns paths as bytes, since they may not be valid UTF-8.
-        return std::make_tuple(py::bytes(file.refusal), file.error, file.descriptor,
-                               py::bytes(file.temporary), py::bytes(file.target));
-      },
-      py::arg("path"));
   module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",

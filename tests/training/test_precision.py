@@ -227,7 +227,7 @@ def test_16_bit_parameters_are_measured_in_their_own_precision_alone():
     result = benchmark_precision(nn.Linear(6, 2, dtype=BF16), torch.randn(3, 6), steps=1)
     *errors, last = [row.error for row in result.rows]
     assert last is None
-    text = "config.precision must be 'bf16' for parameters of torch.bfloat16"
+    text = "config.precision must be torch.bfloat16 for parameters of torch.bfloat16"
     assert all(text in error for error in errors)
 
 

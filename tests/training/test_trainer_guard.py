@@ -100,7 +100,7 @@ def test_the_guard_of_a_config_is_checked():
         MixedPrecisionConfig(norm_guard=True)
     with pytest.raises(ValueError, match=r"^NormGuard: patience must be an int from 1"):
         new_trainer(norm_guard={"patience": 0})
-    message = r"optimizer must be one of amp_ext\.optim with a norm_guard, got SGD"
+    message = r"optimizer must be one of amp_ext\.optim that has no norm_guard yet, got .*SGD"
     with pytest.raises(ValueError, match=message):
         new_trainer(norm_guard={}, optimizer=cases.torchs_sgd)
     assert new_trainer(norm_guard={}).optimizer.norm_guard.options["patience"] == 16
@@ -110,7 +110,7 @@ def test_the_guard_of_a_config_is_checked():
         return amp_ext.optim.SGD(params, 0.1, norm_guard=given)
 
     assert new_trainer(optimizer=make).optimizer.norm_guard is given
-    with pytest.raises(ValueError, match="both the optimizer and the config have a norm_guard"):
+    with pytest.raises(ValueError, match=message):
         new_trainer(norm_guard={}, optimizer=make)
     assert hash(MixedPrecisionConfig(norm_guard={})) == hash(MixedPrecisionConfig(norm_guard={}))
     with pytest.raises(TypeError, match="sigma"):
