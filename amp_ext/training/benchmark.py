@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,16 +67,15 @@ class PrecisionBenchmark:
         table = [["precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"]]
         first = next((row.seconds_per_step for row in self.rows if row.seconds_per_step), None)
         for row in self.rows:
-            cells = ["failed", "", "", ""]
-            if row.seconds_per_step is not None and first is not None:
-                speed, memory = row.samples_per_second, row.peak_memory_bytes
-                cells = [
-                    f"{1e3 * row.seconds_per_step:.3g}",
-                    "-" if speed is None else f"{speed:,.1f}",
-                    f"{first / row.seconds_per_step:.2f}",
-                    "-" if memory is None else f"{memory / 2**20:,.1f}",
-                ]
-            table.append([row.precision, *cells])
+            seconds, speed = row.seconds_per_step, row.samples_per_second
+            if seconds is None or first is None:
+                table.append([row.precision, "failed", "", "", ""])
+                continue
+            ms, speed_up = f"{1e3 * seconds:.3g}", f"{first / seconds:.2f}"
+            samples = "-" if speed is None else f"{speed:,.1f}"
+            peak = row.peak_memory_bytes
+            mib = "-" if peak is None else f"{peak / 2**20:,.1f}"
+            table.append([row.precision, ms, samples, speed_up, mib])
         errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
         title = f"{self.device}, {self.samples or '?'} samples a step"
         return "\n".join([title, format_table(table), *errors])
@@ -125,50 +125,42 @@ def benchmark_precision(
     if targets is not None and loss_function is None:
         raise ValueError("benchmark_precision: loss_function must be given with targets, got None")
     configs: list[Any] = [  # each normalizes the spelling of its precision
-        MixedPrecisionConfig(precision=precision, initial_loss_scale=1024.0)
-        for precision in precisions
+        MixedPrecisionConfig(precision, initial_loss_scale=1024.0) for precision in precisions
     ]
     tensors = [*model.parameters(), *_tensors(inputs)]
     device = tensors[0].device if tensors else torch.device("cpu")
     samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
+    from torch.utils.benchmark import Timer  # imported here because it loads slowly
 
-    def measure(config: Any) -> PrecisionTiming:
-        is_counted = device.type == "cuda"
-        if is_counted:
-            torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device) if is_counted else 0
-        trained = copy.deepcopy(model).train()
-        trainer = MixedPrecisionTrainer(
-            trained,
-            optimizer(trained.parameters()),
-            config,
-            loss_function=_any_loss if loss_function is None else loss_function,
-        )
-        batch = copy.deepcopy((inputs, targets))
-        seconds = _seconds_per_step(lambda: trainer.train_step(*batch), steps)
-        speed = None if samples is None else samples / seconds
-        peak = torch.cuda.max_memory_allocated(device) - before if is_counted else None
-        return PrecisionTiming(config.precision, seconds, speed, peak)
+    is_cuda = device.type == "cuda"
+    loss_function = _any_loss if loss_function is None else loss_function
+
+    def seconds_per_step(config: MixedPrecisionConfig) -> float:
+        trained, batch = copy.deepcopy(model).train(), copy.deepcopy((inputs, targets))
+        stepped = optimizer(trained.parameters())
+        trainer = MixedPrecisionTrainer(trained, stepped, config, loss_function=loss_function)
+        step = functools.partial(trainer.train_step, *batch)
+        timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+        timer.timeit(_WARM_UP_STEPS)
+        return statistics.median(timer.timeit(steps).mean for _ in range(_ROUNDS))
 
     rows = []
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if is_cuda else []):
         for config in configs:
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device) if is_cuda else 0
             try:
-                rows.append(measure(config))
+                seconds = seconds_per_step(config)
+                speed = None if samples is None else samples / seconds
+                peak = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
+                rows.append(PrecisionTiming(config.precision, seconds, speed, peak))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 rows.append(PrecisionTiming(config.precision, error=text))
             gc.collect()  # frees the model copy before the next precision is measured
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = torch.cuda.get_device_name(device) if is_cuda else device.type
     return PrecisionBenchmark(name, samples, steps, tuple(rows))
-
-
-def _seconds_per_step(step: Callable[[], object], steps: int) -> float:
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-    timer.timeit(_WARM_UP_STEPS)
-    return statistics.median(timer.timeit(steps).mean for _ in range(_ROUNDS))
 
 
 def _any_loss(output: Any) -> Tensor:
@@ -185,12 +177,9 @@ def _any_loss(output: Any) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors in nested tuples, lists and mappings."""
+    parts = [*value.values()] if isinstance(value, Mapping) else value
+    if isinstance(parts, (tuple, list)):
+        return [tensor for part in parts for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []

@@ -11,9 +11,6 @@ from amp_ext.training.config import Precision
 
 _FP16_RANGE = "float16 ends at 65504 and loses gradients below 6e-8, hence the loss scale."
 _BF16_RANGE = "bfloat16 has the range of float32, so that no loss scale is needed."
-_MASTERS = (
-    "The optimizers of amp_ext.optim keep float32 masters, without which small updates vanish."
-)
 
 
 @dataclass(frozen=True)
@@ -53,13 +50,11 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
             is None and the model has no parameters.
     """
     params = list(model.parameters())
-    if device is None:
-        if not params:
-            raise ValueError(
-                "choose_precision: device must be given for a model without parameters, got None"
-            )
-        device = params[0].device
-    device = torch.device(device)
+    if device is None and not params:
+        raise ValueError(
+            "choose_precision: device must be given for a model without parameters, got None"
+        )
+    device = params[0].device if device is None else torch.device(device)
     dtypes = {param.dtype for param in params if param.requires_grad}
     dtypes = dtypes or {param.dtype for param in params}
     if dtypes >= {torch.float16, torch.bfloat16}:
@@ -67,56 +62,29 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
             "choose_precision: parameters to train must be in one 16-bit dtype, got float16 and "
             "bfloat16"
         )
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    gpu = "A GPU of compute capability {}.{}".format(*capability)
+    # Without oneDNN (mkldnn) torch multiplies 16-bit matrices in a plain loop, even on a CPU with
+    # the instructions.
+    has_instructions = (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ) and torch.backends.mkldnn.is_available()
     if torch.float16 in dtypes:
-        return PrecisionChoice("fp16", f"Parameters are float16 already. {_FP16_RANGE} {_MASTERS}")
+        return PrecisionChoice("fp16", f"Parameters are float16 already. {_FP16_RANGE}")
     if torch.bfloat16 in dtypes:
-        return PrecisionChoice("bf16", f"Parameters are bfloat16 already. {_BF16_RANGE} {_MASTERS}")
-    if any(dtype.is_complex for dtype in dtypes):
-        reason = "Some parameters are complex, which autocast leaves alone and scalers do not take."
-    elif torch.float64 in dtypes:
-        reason = (
-            "Some parameters are float64, which autocast leaves alone: another precision would "
-            "change nothing. Convert the model with .float() first if float32 will do."
-        )
+        return PrecisionChoice("bf16", f"Parameters are bfloat16 already. {_BF16_RANGE}")
+    if any(dtype.is_complex or dtype == torch.float64 for dtype in dtypes):
+        reason = "Autocast leaves float64 and complex parameters alone, so nothing would change."
+    elif capability >= (8, 0):
+        return PrecisionChoice("bf16", f"{gpu} multiplies bfloat16 on Tensor Cores. {_BF16_RANGE}")
+    elif capability >= (7, 5):
+        return PrecisionChoice("fp16", f"{gpu} can only emulate bfloat16. {_FP16_RANGE}")
     elif device.type == "cuda":
-        return _on_cuda(*torch.cuda.get_device_capability(device))
+        reason = f"{gpu} is older than 7.5, the oldest that the CUDA kernels support."
+    elif device.type == "cpu" and has_instructions:
+        return PrecisionChoice("bf16", f"This CPU has AVX512-BF16 or AMX. {_BF16_RANGE}")
     elif device.type == "cpu":
-        return _on_cpu()
+        reason = "bfloat16 is 10 to 100 times slower on a CPU without AVX512-BF16, AMX and oneDNN."
     else:
         reason = f"Nothing is known here about devices of type {device.type!r}."
     return PrecisionChoice("fp32", reason)
-
-
-def _on_cuda(major: int, minor: int) -> PrecisionChoice:
-    name = f"compute capability {major}.{minor}"
-    if (major, minor) >= (8, 0):
-        reason = f"A GPU of {name} multiplies bfloat16 on Tensor Cores. {_BF16_RANGE}"
-        return PrecisionChoice("bf16", reason)
-    if (major, minor) >= (7, 5):
-        reason = (
-            f"A GPU of {name} multiplies float16 at more than the speed of float32 and can only "
-            f"emulate bfloat16. {_FP16_RANGE}"
-        )
-        return PrecisionChoice("fp16", reason)
-    return PrecisionChoice(
-        "fp32",
-        f"A GPU of {name} is older than 7.5, the oldest that amp_ext's CUDA kernels are made for.",
-    )
-
-
-def _on_cpu() -> PrecisionChoice:
-    # Without oneDNN (mkldnn) torch multiplies 16-bit matrices in a plain loop, even on a CPU with
-    # the instructions.
-    if torch.backends.mkldnn.is_available() and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    ):
-        return PrecisionChoice(
-            "bf16",
-            "This CPU has instructions for products of bfloat16 matrices (AVX512-BF16 or AMX). "
-            f"{_BF16_RANGE}",
-        )
-    return PrecisionChoice(
-        "fp32",
-        "This CPU has no instructions for products of 16-bit matrices (AVX512-BF16 or AMX), or "
-        "this torch does not use them: such products would be 10 to 100 times slower.",
-    )

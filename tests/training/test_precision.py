@@ -33,12 +33,12 @@ CHOICES = {
     "volta": ((7, 0), [], "fp32", "7.0|older than 7.5"),
     "pascal": ((6, 1), [], "fp32", "6.1"),
     "another-device": ("mps", [], "fp32", "Nothing is known|'mps'"),
-    "fp64": ((9, 0), [F64, F32], "fp32", "float64|autocast"),
-    "complex": ((9, 0), [torch.complex64, F32], "fp32", "complex|scalers do not take"),
-    "fp16-parameters": ((9, 0), [F16], "fp16", "float16 already|65504|float32 masters"),
+    "fp64": ((9, 0), [F64, F32], "fp32", "float64|Autocast"),
+    "complex": ((9, 0), [torch.complex64, F32], "fp32", "complex"),
+    "fp16-parameters": ((9, 0), [F16], "fp16", "float16 already|65504"),
     "some-fp16": ((9, 0), [F16, F32], "fp16", "already"),
     "fp16-and-fp64": ((9, 0), [F16, F64], "fp16", "already"),
-    "bf16-parameters": ((9, 0), [BF16], "bf16", "bfloat16 already|float32 masters"),
+    "bf16-parameters": ((9, 0), [BF16], "bf16", "bfloat16 already|range of float32"),
     "bf16-on-cpu": ("cpu", [BF16], "bf16", "bfloat16 already"),
 }
 
