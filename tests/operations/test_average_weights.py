@@ -145,6 +145,17 @@ def test_a_shard_is_dithered_as_in_the_full_tensor(device):
     assert same_bits(shard, whole[100:])
 
 
+@pytest.mark.parametrize("low_bits", [16, 8])
+def test_a_split_master_is_walked_in_the_layout_of_the_average(low_bits, device):
+    master = torch.randn(8, 6, device=device)
+    param, average = master.to(BF16), torch.zeros(6, 8, device=device).t()
+    residual, version = ops.split_fp32(param, master, low_bits), average._version
+    one = number(1.0, device)
+    ops.average_params_([average], [param], one, one, residuals=[residual])
+    assert same_bits(average, ops.join_fp32(param, residual))
+    assert average._version > version, "autograd knows of the write"
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a-list-too-short": ({"averages": []}, "averages must have 1 tensors, one for each of params"),
     "another-shape": (

@@ -178,6 +178,10 @@ def test_finite_elements_are_stepped_where_they_are_asked_for(device):
     optimizer.step()
     assert param.tolist() == [0.0, -3.0]
     assert guard.stats(wait=True).last_norm == 3.0
+    param.grad = torch.full((2,), 3e38, device=device)  # no float32 has their norm
+    optimizer.step()
+    assert (param < -1e38).all()
+    assert guard.stats(wait=True).nonfinite == 1
 
 
 def test_a_limit_in_numbers_holds_from_the_first_step_and_never_yields(device):
@@ -187,7 +191,7 @@ def test_a_limit_in_numbers_holds_from_the_first_step_and_never_yields(device):
         step_with(optimizer, 11.0)
     assert param.item() == 0.0
     assert guard.stats(wait=True).outliers == 5
-    for norm in (1.0, 5.0, 12.0, 5.0):  # the last is the second in a row
+    for norm in (1.0, 12.0, 5.0, 12.0, 5.0):  # the last is the second in a row
         step_with(optimizer, norm)
     assert param.item() == -6.0
     assert guard.stats(wait=True).mean == 5.0
@@ -433,6 +437,8 @@ def test_a_guard_is_taken_where_a_step_has_failed(device):
 def test_norms_that_somebody_has_clipped_are_told_of_once(device, recwarn):
     guard = NormGuard()
     _param, optimizer = one_param(device, norm_guard=guard)
+    for _ in range(70):
+        step_with(optimizer, 0.0)
     for step in range(63):
         step_with(optimizer, 1.0 + 5e-5 * (step % 2))
     step_with(optimizer, 2.0)

@@ -144,11 +144,14 @@ void calls() {
     scaler.update();
   }
   check(value(param) == 0.0 && scaler.get_scale() == 2.0, "steps are skipped");
+  scaler.step(optimizer);
   scaler.update(8.0);
-  check(scaler.get_scale() == 8.0, "the scale is set");
+  give(param, 8.0);
+  scaler.step(optimizer);
+  check(scaler.get_scale() == 8.0 && value(param) == -0.5, "the scale is set");
   const torch::NoGradGuard no_grad;  // the step enables gradients for the closure
   const Tensor loss = disabled.step(optimizer, closure);
-  check(loss.requires_grad() && value(loss) == 9.0 && value(param) == 3.0, "a closure");
+  check(loss.requires_grad() && value(loss) == 12.25 && value(param) == 2.5, "a closure");
 }
 
 // A class of the user with its own step.
@@ -196,6 +199,11 @@ void groups() {
   give(a, 1.0);
   optimizer.step();  // b has no gradient
   check(options.lr() == 0.25 && value(a) == 0.75 && value(b) == 3.0, "a schedule");
+  SGD later({a}, SGDOptions(0.5));
+  later.step();
+  static_cast<SGDOptions&>(later.param_groups()[0].options()).momentum(0.5).dampening(0.5);
+  later.step();
+  check(value(a) == -0.25, "the first step with a momentum that was switched on");
   static_cast<theirs::Optimizer&>(optimizer).add_param_group(Params{parameter(1.0)});
   check_refused("group 2 has no options of its own", [&] { optimizer.step(); });
 }
@@ -267,6 +275,11 @@ void archives() {
   refused(AdamW({a, b}, AdamWOptions().state_dtype(torch::kBFloat16)), "must be BFloat16 of sizes");
   refused(Adam({a, b}, AdamOptions()),
           "Adam of the archive must be Float of sizes [], got nothing");
+  std::stringstream copy(file.str());
+  AdamW loaded({a, b}, AdamWOptions(0.1).betas({0.5, 0.5}));
+  torch::load(loaded, copy);
+  const auto& options = static_cast<AdamWOptions&>(loaded.param_groups()[0].options());
+  check(options.lr() == 0.5 && options.betas() == std::tuple(0.9, 0.999), "loaded options");
   a.set_data(a.detach().to(torch::kHalf));
   refused(AdamW({a, b}, AdamWOptions()), "master_param of the archive must be Float of sizes [2]");
   GradScaler scaler = scaler_of(4.0);
