@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -89,25 +88,16 @@ def tensor_core_advice(model: nn.Module) -> list[Advice]:
             f"tensor_core_advice: model must be a torch.nn.Module, got {type(model).__name__}. "
             "Build the model of a configuration under torch.device('meta')."
         )
-    return _joined(_of_model(model))
-
-
-def _pad(dimension: str, size: int, multiple: int) -> Iterator[Advice]:
-    """Yields an advice if ``size`` is not a multiple of ``multiple``."""
-    if size % multiple:
-        yield Advice(dimension, 1, size, multiple, -(-size // multiple) * multiple)
-
-
-def _of_model(model: nn.Module) -> Iterator[Advice]:
     vocabulary = _vocabulary(model)
     # Maps the width of attention layers to the least common multiple of their numbers of heads.
     heads: dict[int, int] = {}
     parts: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            width = module.embed_dim
-            heads[width] = math.lcm(heads.get(width, 1), module.num_heads)
+            heads[module.embed_dim] = math.lcm(heads.get(module.embed_dim, 1), module.num_heads)
             parts.update(module.children())
+    # Maps dimensions, with * for the index of a layer, to the first of them and their number.
+    found: dict[tuple[str, int, int], tuple[str, int]] = {}
     for path, module in model.named_modules():
         names = next((names for kind, names in _SIZES.items() if isinstance(module, kind)), ())
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
@@ -116,13 +106,17 @@ def _of_model(model: nn.Module) -> Iterator[Advice]:
         for name in names:
             size = getattr(module, name) // groups
             is_vocabulary = size == vocabulary and name in ("num_embeddings", "out_features")
-            if name == "num_embeddings" and not is_vocabulary:
-                continue  # lookups are no matrix products
-            yield from _pad(
-                f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1),
-                size,
-                VOCABULARY_MULTIPLE if is_vocabulary else MULTIPLE * heads.get(size, 1),
-            )
+            multiple = VOCABULARY_MULTIPLE if is_vocabulary else MULTIPLE * heads.get(size, 1)
+            if (name == "num_embeddings" and not is_vocabulary) or size % multiple == 0:
+                continue  # a lookup, which is no matrix product, or a size that fits
+            dimension = f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1)
+            key = re.sub(r"(?<![^.])\d+(?![^.])", "*", dimension), size, multiple
+            first, count = found.get(key, (dimension, 0))
+            found[key] = first, count + 1
+    return [
+        Advice(dimension if count == 1 else pattern, count, size, multiple, size + -size % multiple)
+        for (pattern, size, multiple), (dimension, count) in found.items()
+    ]
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -139,15 +133,3 @@ def _vocabulary(model: nn.Module) -> int:
     }
     outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
     return max((number for _, number in tables & outputs or tables), default=0)
-
-
-def _joined(rows: Iterable[Advice]) -> list[Advice]:
-    """Merges advice that differs only in the index of the layer."""
-    joined: dict[tuple[str, int, int], Advice] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.dimension)
-        key = (pattern, row.size, row.padded)
-        if key in joined:
-            row = replace(row, dimension=pattern, layers=joined[key].layers + 1)
-        joined[key] = row
-    return list(joined.values())

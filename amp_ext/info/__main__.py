@@ -7,93 +7,104 @@ python -m amp_ext.info --check    # also compares a few real steps on each devic
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import amp_ext
 from amp_ext import ops
-from amp_ext.info import facts
-from amp_ext.info.causes import Cause, recognise
 from amp_ext.info.check import DTYPES, check, check_division
+
+PACKAGE = Path(amp_ext.__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints facts about the installation and its problems; returns 1 if there is a problem."""
     options = _parser().parse_args(arguments)
-    for label, text in facts.describe():
-        _print_fact(label, text)
-    error = _error_of_loading()
-    problems = [error] if error else _unused_gpu()
-    if options.check and not error:
-        problems += _take_steps()
-    if not problems:
-        loads = "It loads; --check takes real steps on each device."
-        print(f"\n{'It works.' if options.check else loads}")
-        return 0
-    found: dict[Cause, str] = {}
-    for problem in problems:
-        found.setdefault(recognise(problem), problem)
-    for cause, problem in found.items():
-        print(f"\nProblem: {problem}")
-        if cause.text:
-            print(f"Cause: {cause.text}")
-    print("\nType this:\n")
-    capabilities = sorted({capability for _, capability in facts.gpus()})
-    for line in dict.fromkeys(cause.line(capabilities) for cause in found):
-        print(f"    {line}")
-    return 1
+    file = PACKAGE / "_build_info.json"
+    build = json.loads(file.read_text()) if file.exists() else {}
+    gpus = range(torch.cuda.device_count())
+    capabilities = ["{}.{}".format(*torch.cuda.get_device_capability(index)) for index in gpus]
+    problems = []
+    try:
+        instructions = ops.cpu_isa()
+    except (ImportError, RuntimeError) as error:
+        instructions, problems = "unknown", [str(error).splitlines()[0]]
+    for label, text in _facts(build, instructions, capabilities):
+        print(f"{label:<18}{text}")
+    if capabilities and build and "cuda" not in build["backends"]:
+        problems.append("amp_ext was built without CUDA. Rebuild it with AMP_EXT_CUDA=1.")
+    if options.check and not problems:
+        for device in ("cpu", *(f"cuda:{index}" for index in gpus)):
+            problems += _check_device(torch.device(device))
+    if any("no kernel image" in problem for problem in problems):
+        listed = ";".join(sorted(set(capabilities)))
+        problems.append(f"Rebuild amp_ext with TORCH_CUDA_ARCH_LIST='{listed}'.")
+    if problems:
+        print("\nProblem:", *problems, sep="\n    ")
+        return 1
+    loads = "It loads; --check takes real steps on each device."
+    print(f"\n{'It works.' if options.check else loads}")
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m amp_ext.info",
-        description="Says what this amp_ext is, whether it works, and what to type if not.",
-        epilog="The exit code is 0 if all is well and 1 if something does not work.",
+        description="Says what this amp_ext is, whether it works, and what to do if not.",
     )
     parser.add_argument("--check", action="store_true", help="takes real steps on each device")
     return parser
 
 
-def _print_fact(label: str, text: str) -> None:
-    print(f"{label:<18}{text}")
+def _facts(
+    build: dict[str, Any], instructions: str, capabilities: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields pairs of a label and a fact about the installation."""
+    yield "amp_ext", f"{amp_ext.__version__} in {PACKAGE}"
+    yield "torch", f"{torch.__version__}, {_with_cuda(torch.version.cuda)}"
+    yield "Python", platform.python_version()
+    library = PACKAGE / "lib" / "libamp_ext.so"
+    yield "library", str(library) if library.is_file() else "none that programs in C++ could link"
+    if build:
+        toolkit = f", CUDA toolkit {build['toolkit']}" if build["toolkit"] else ""
+        built_for = f"for torch {build['torch']}, {_with_cuda(build['cuda'])}"
+        yield "build", f"{built_for}, Python {build['python']}"
+        yield "compiler", f"{build['compiler'] or 'unknown'}{toolkit}"
+        yield "commit", build["git"] or "unknown"
+        yield "backends", ", ".join([*build["backends"], *build["architectures"]])
+    else:
+        yield "build", "unknown: no _build_info.json lies beside the compiled module"
+    variable = os.environ.get("AMP_EXT_CPU_ISA", "not set")
+    counts = f"threads: {torch.get_num_threads()}, cores: {len(os.sched_getaffinity(0))}"
+    yield "CPU", f"{instructions} (AMP_EXT_CPU_ISA {variable}), {counts}"
+    for index, each in enumerate(capabilities):
+        yield f"GPU {index}", f"{torch.cuda.get_device_name(index)}, compute capability {each}"
+    if not capabilities:
+        yield "GPU", "none that torch sees"
 
 
-def _error_of_loading() -> str:
-    """Returns why the compiled module does not load, or an empty string if it loads."""
-    try:
-        ops.cpu_isa()
-    except (ImportError, RuntimeError) as error:
-        # Cuts off the advice in the error, because recognise() finds more exact advice.
-        return str(error).splitlines()[0].partition(" Rebuild: ")[0].partition(" Build it: ")[0]
-    return ""
+def _with_cuda(version: str | None) -> str:
+    return f"CUDA {version}" if version else "without CUDA"
 
 
-def _unused_gpu() -> list[str]:
-    build, gpus = facts.read_build(), facts.gpus()
-    if build is None or "cuda" in build["backends"] or not gpus:
-        return []
-    gpu = "GPU 0 ({}, compute capability {})".format(*gpus[0])
-    return [f"amp_ext was built without CUDA, and there is {gpu}"]
-
-
-def _take_steps() -> list[str]:
-    """Takes real steps on each device, prints whether they work, and returns the problems."""
-    problems = []
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    for device in (torch.device("cpu"), *gpus):
-        told = []
-        for dtype in DTYPES:
-            name, error = str(dtype).removeprefix("torch."), check(device, dtype)
-            told.append(f"{name} {'fails' if error else 'works'}")
-            if error:
-                problems.append(f"steps on {device} in {name}: {error}")
-        _print_fact(f"steps on {device}", ", ".join(told))
-        works = not any("fails" in each for each in told)
-        error = check_division(device) if works and device.type == "cuda" else None
+def _check_device(device: torch.device) -> list[str]:
+    """Takes real steps on a device, prints whether they work, and returns the problems."""
+    told, problems = [], []
+    for dtype in DTYPES:
+        name, error = str(dtype).removeprefix("torch."), check(device, dtype)
+        told.append(f"{name} {'fails' if error else 'works'}")
         if error:
-            problems.append(f"division on {device}: {error}")
-    return problems
+            problems.append(f"steps on {device} in {name}: {error}")
+    print(f"{f'steps on {device}':<18}{', '.join(told)}")
+    error = check_division(device) if device.type == "cuda" and not problems else None
+    return problems + ([f"division on {device}: {error}"] if error else [])
 
 
 if __name__ == "__main__":

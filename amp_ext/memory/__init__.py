@@ -5,10 +5,8 @@ The sizes are exact and count the tensors that persist between steps, without :d
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import re
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -57,10 +55,9 @@ NOT_COUNTED = (
 
 _COUNT = re.compile(r"((?:\d{1,3}(?:[,_]\d{3})+|\d+)(?:\.\d+)?(?:e\+?\d\d?)?)\s*([kmbt]?)", re.I)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Configuration:
     """The dtypes in which a model is trained.
 
@@ -79,18 +76,17 @@ class Configuration:
     master_weights: bool | Literal["split", "split8"] = True
     state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32
 
+    def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype that a parameter or buffer of this dtype has in training."""
+        return self.dtype if self.dtype and dtype.is_floating_point else dtype
+
     @property
     def options(self) -> str:
         """The keyword arguments for amp_ext's optimizers, as Python source."""
-        given = []
-        if self.master_weights is not True:
-            given.append(f"master_weights={self.master_weights!r}")
-        if self.state_dtype != torch.float32:
-            given.append(f"state_dtype={self.state_dtype!r}")
-        return ", ".join(given)
+        names = {"master_weights": True, "state_dtype": torch.float32}
+        given = {name: getattr(self, name) for name in names}
+        return ", ".join(f"{n}={v!r}" for n, v in given.items() if v != names[n])
 
-
-_AS_IT_IS = Configuration("the model as it is", None)
 
 _STATE_NAMES = {None: "16-bit", torch.float32: "fp32", torch.bfloat16: "bf16"}
 _STATES_OF_OURS = (torch.float32, torch.bfloat16, "8bit-bf16", "8bit")
@@ -113,7 +109,7 @@ CONFIGURATIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MemoryUsage:
     """The memory of one configuration.
 
@@ -139,24 +135,13 @@ class MemoryUsage:
     @property
     def host(self) -> int:
         """The bytes in host memory, which are those of offloaded states and 0 otherwise."""
-        if "copies" not in self.bytes:
-            return 0
-        return sum(self.bytes[part] for part in ("masters", "states", "copies"))
+        parts = ("masters", "states", "copies") if "copies" in self.bytes else ()
+        return sum(self.bytes[part] for part in parts)
 
     @property
     def gpu(self) -> int:
         """The bytes on the GPU, which are all that are not in host memory."""
         return self.total - self.host
-
-
-@dataclasses.dataclass(frozen=True)
-class _Elements:
-    """The elements of a parameter or buffer, or of several parameters that are alike."""
-
-    dtype: torch.dtype
-    number: int  # number of elements
-    is_trained: bool = False
-    has_blocks: bool = False  # whether 8-bit states of the parameter are quantized blockwise
 
 
 def training_memory(
@@ -198,79 +183,43 @@ def training_memory(
         raise ValueError(
             f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
         )
-    rows, buffers = list(CONFIGURATIONS), []
+    rows: list[Configuration] = [*CONFIGURATIONS]
     if isinstance(model, nn.Module):
+        rows.insert(0, Configuration("the model as it is", None))
+        buffers = [(each.dtype, each.numel()) for each in model.buffers()]
+        # The dtype, the number of elements, and whether 8-bit states are quantized blockwise.
         params = [
-            _Elements(
-                param.dtype,
-                param.numel(),
-                param.requires_grad,
-                fits_blocks(param, is_over_rows(param)),
-            )
-            for param in model.parameters()
+            (each.dtype, each.numel(), each.requires_grad, fits_blocks(each, is_over_rows(each)))
+            for each in model.parameters()
         ]
-        buffers = [_Elements(buffer.dtype, buffer.numel()) for buffer in model.buffers()]
-        rows.insert(0, _AS_IT_IS)
     else:
-        params = [_Elements(torch.float32, parse_count(model), is_trained=True, has_blocks=True)]
-    refused = CODED_STATES if optimizer == "amsgrad" else ()  # its maximum has no 8-bit format
-    in_flight: Callable[[list[int]], int] = sum
-    if released:
-        is_known = isinstance(model, nn.Module)
-        in_flight = functools.partial(max, default=0) if is_known else lambda _: 0
-    return [
-        _usage(row, optimizer, params, buffers, in_flight, offloaded)
-        for row in rows
-        if row.state_dtype not in refused
-    ]
-
-
-def _usage(
-    configuration: Configuration,
-    optimizer: str,
-    params: Sequence[_Elements],
-    buffers: Sequence[_Elements],
-    in_flight: Callable[[list[int]], int],
-    offloaded: bool,
-) -> MemoryUsage:
-    """Computes the memory of a configuration.
-
-    Args:
-        configuration: The configuration.
-        optimizer: A key of :data:`OPTIMIZERS`.
-        params: The parameters.
-        buffers: The buffers of the model.
-        in_flight: Returns how many bytes exist at once of gradients of these sizes.
-        offloaded: True adds host copies of the trainable parameters.
-    """
-
-    def stored(each: _Elements) -> torch.dtype:
-        return (each.dtype.is_floating_point and configuration.dtype) or each.dtype
-
-    sizes, gradients = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0), []
-    for each in params:
-        dtype, state_dtype = stored(each), configuration.state_dtype
-        sizes["parameters"] += each.number * dtype.itemsize
-        if not each.is_trained:
-            continue
-        gradients.append(each.number * dtype.itemsize)
-        if dtype in _SIXTEEN_BIT:
-            sizes["masters"] += each.number * MASTER_BYTES[configuration.master_weights]
-        elif dtype != torch.float32:
-            state_dtype = None
-        for code in _STATES[optimizer]:
-            sizes["states"] += bytes_of_moment(
-                each.number, state_dtype or dtype, code, each.has_blocks
-            )
-    sizes["gradients"] = in_flight(gradients)
-    if offloaded:
-        sizes["copies"] = sum(gradients)  # a gradient has the size of its parameter
-    sizes["buffers"] = sum(each.number * stored(each).itemsize for each in buffers)
-    return MemoryUsage(
-        configuration,
-        parameter_count=sum(each.number for each in params),
-        bytes={**sizes, "total": sum(sizes.values())},
-    )
+        buffers, params = [], [(torch.float32, parse_count(model), True, True)]
+    usages = []
+    for row in rows:
+        if optimizer == "amsgrad" and row.state_dtype in CODED_STATES:
+            continue  # its maximum has no 8-bit format
+        sizes, gradients = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0), [0]
+        for param_dtype, number, is_trained, has_blocks in params:
+            dtype, state_dtype = row._stored_dtype(param_dtype), row.state_dtype
+            sizes["parameters"] += number * dtype.itemsize
+            if not is_trained:
+                continue
+            gradients.append(number * dtype.itemsize)
+            if dtype in (torch.float16, torch.bfloat16):
+                sizes["masters"] += number * MASTER_BYTES[row.master_weights]
+            elif dtype != torch.float32:
+                state_dtype = None
+            for code in _STATES[optimizer]:
+                sizes["states"] += bytes_of_moment(number, state_dtype or dtype, code, has_blocks)
+        sizes["gradients"] = sum(gradients)
+        if offloaded:
+            sizes["copies"] = sum(gradients)  # a gradient has the size of its parameter
+        if released:
+            sizes["gradients"] = max(gradients) if isinstance(model, nn.Module) else 0
+        sizes["buffers"] = sum(n * row._stored_dtype(dtype).itemsize for dtype, n in buffers)
+        count = sum(number for _, number, *_ in params)
+        usages.append(MemoryUsage(row, count, {**sizes, "total": sum(sizes.values())}))
+    return usages
 
 
 def parse_count(text: int | float | str) -> int:

@@ -35,12 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     places = ("GPU", "host") if options.offloaded else ()
     rows = [["configuration", *_PARTS, *places, "bytes each", "options"]]
     for usage in usages:
-        in_places = (usage.gpu, usage.host) if options.offloaded else ()
-        parts = [*(usage.bytes[part] for part in _PARTS), *in_places]
-        sizes = [f"{size / 2**30:,.2f}" for size in parts]
-        each = f"{usage.total / count:.4g}"
-        options_of_it = usage.configuration.options or "defaults"
-        rows.append([usage.configuration.name, *sizes, each, options_of_it])
+        sizes = {**usage.bytes, "GPU": usage.gpu, "host": usage.host}
+        cells = [f"{sizes[part] / 2**30:,.2f}" for part in (*_PARTS, *places)]
+        each, given = f"{usage.total / count:.4g}", usage.configuration.options or "defaults"
+        rows.append([usage.configuration.name, *cells, each, given])
     print(format_table(rows, left=(0, len(rows[0]) - 1)))
     print(f"\nNot counted: {'; '.join(NOT_COUNTED)}.")
     return 0
@@ -54,16 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    parser.add_argument(
-        "--released",
-        action="store_true",
-        help="no gradients, as with amp_ext.optim.release_gradients",
-    )
-    parser.add_argument(
-        "--offloaded",
-        action="store_true",
-        help="masters and states in host memory, as with amp_ext.optim.offload_states",
-    )
+    for flag, text in (
+        ("--released", "no gradients, as with amp_ext.optim.release_gradients"),
+        ("--offloaded", "masters and states in host memory, as with amp_ext.optim.offload_states"),
+    ):
+        parser.add_argument(flag, action="store_true", help=text)
     return parser
 
 

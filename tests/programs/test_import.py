@@ -39,7 +39,7 @@ def explanation(copy: Path, run_module: Callable[..., Any]) -> str:
 
 
 BAD = {
-    "missing": (None, "{}", "is not there for this Python"),
+    "missing": (None, "{}", "does not load: No module named 'amp_ext._C'"),
     "broken": (b"\x7fELF and nothing behind it", "{}", "does not load"),
     "another-torch": (b"", TORCH_AND_PYTHON, "was built for torch 1.2.3 and Python 3.4.5"),
 }
@@ -60,8 +60,8 @@ def test_a_bad_binary_is_explained_at_first_use(copy, run_module, content, note,
 
 STALE = "AMP_EXT_0.0.9 { local: *; };"
 BAD_LIBRARY = {
-    "missing": (None, "amp_ext's library lib/libamp_ext.so is not there: "),
-    "stale": (STALE, "lib/libamp_ext.so is of another build than its compiled module: "),
+    "missing": (None, "does not load: libamp_ext.so: cannot open shared object file"),
+    "stale": (STALE, "version `AMP_EXT_"),
 }
 
 
@@ -80,35 +80,21 @@ def test_a_bad_library_is_explained_at_first_use(copy, run_module, tmp_path, ver
     assert "Rebuild: pip install --no-build-isolation" in explained
 
 
-@pytest.mark.slow
-def test_sources_that_hide_an_installed_package_are_named(copy, run_module):
-    (binary,) = copy.glob("_C.*.so")
-    binary.unlink()
-    (copy / "_build_info.json").unlink()
-    (copy.parent / "setup.py").touch()
-    installed = Path(amp_ext.__file__).parents[1]
-    assert explanation(copy, run_module) == (
-        f"amp_ext was imported from its sources in {copy.parent}, where it is not built, and not "
-        f"from {installed}. Start Python in another folder."
-    )
-
-
-def test_sources_that_hide_nothing_say_how_to_build_them(copy, monkeypatch):
+def test_sources_without_a_build_say_what_to_do(copy, monkeypatch):
     next(copy.glob("_C.*.so")).unlink()
     (copy / "_build_info.json").unlink()
-    (copy.parent / "setup.py").touch()
     monkeypatch.setattr(amp_ext, "__path__", [str(copy)])
     monkeypatch.setattr(binary, "__file__", str(copy / "binary.py"))
     monkeypatch.delitem(sys.modules, "amp_ext._C")
     monkeypatch.delattr(amp_ext, "_C")
-    monkeypatch.setattr(sys, "path", [str(copy.parent), str(copy.parent.parent)])
     with pytest.raises(ImportError) as caught:
         binary.load_binary().cpu_isa()
-    assert str(caught.value) == (
-        f"amp_ext was imported from its sources in {copy.parent}, where it is not built, and is "
-        f"not installed for this Python. Build it: cd {copy.parent} && {sys.executable} setup.py "
-        "build_ext --inplace"
+    assert str(caught.value).startswith(
+        "amp_ext's compiled module does not load: No module named 'amp_ext._C'. If amp_ext is "
+        "installed, start Python outside the folder of its sources. amp_ext was built for torch "
+        f"{torch.__version__} and Python unknown; you run torch {torch.__version__} and Python "
     )
+    assert "Rebuild: pip install --no-build-isolation" in str(caught.value)
 
 
 # The torch and the CUDA of a build, those that run, and whether they fit.
