@@ -4,11 +4,11 @@
 //
 //   engine_bits ENGINE    as AMP_EXT_CPU_ISA names it; exits with 3 where the processor lacks it
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <vector>
 
 #include "cpu/engine.h"
@@ -99,8 +99,7 @@ class Array {
       using Storage = decltype(element);
       using Bits = typename BitPattern<Storage>::type;
       for (int64_t i = 0; i < numel_; ++i) {
-        Bits bits;
-        std::memcpy(&bits, elements<Storage>() + i, sizeof bits);
+        const auto bits = std::bit_cast<Bits>(elements<Storage>()[i]);
         const auto magnitude = static_cast<Bits>(bits << 1) >> 1;
         hash.add(magnitude > kExponentMask<Storage> ? kExponentMask<Storage> + 1 : bits);
       }
@@ -141,22 +140,28 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
   const bool is_split =
       numbers.master == Master::kResidual16 || numbers.master == Master::kResidual8;
   std::vector<Array> arrays;
-  arrays.emplace_back(numbers.grad, numel, 1, is_split && !option.skip_nonfinite, false);
-  arrays.emplace_back(numbers.param, numel, 2, true, false);
+  const auto add = [&](const auto&... of_array) { return arrays.emplace_back(of_array...).data(); };
+  KernelTensorArgs args;
+  args.grad = add(numbers.grad, numel, 1, is_split && !option.skip_nonfinite, false);
+  args.param = add(numbers.param, numel, 2, true, false);
   if (numbers.master == Master::kFloat32) {
-    arrays.emplace_back(DType::kFloat32, numel, 2, true, false);
+    args.master_param = add(DType::kFloat32, numel, 2, true, false);
   }
-  if (is_split) arrays.emplace_back(numbers.master == Master::kResidual16 ? 2 : 1, numel);
+  if (is_split) args.master_param = add(numbers.master == Master::kResidual16 ? 2 : 1, numel);
   for (int i = 0; i < kernel.buffers.count; ++i) {
     const BufferFormat format = numbers.formats[i];
+    args.buffer_formats[i] = format;
     if (is_code(format)) {
-      arrays.emplace_back(1, numel);
+      args.buffers[i] = add(1, numel);
+      if (option.dither) args.dithered |= kDithersBuffer0 << i;
     } else {
       const BufferRole role = kernel.buffers.each[i].role;
       const bool is_positive = role == BufferRole::kSecondMoment || role == BufferRole::kMaximum;
-      arrays.emplace_back(static_cast<DType>(format), numel, 3 + i, true, is_positive);
+      args.buffers[i] = add(static_cast<DType>(format), numel, 3 + i, true, is_positive);
     }
-    if (format == BufferFormat::kBlockwise8) arrays.emplace_back(1, numel / kBlockSize);
+    if (format == BufferFormat::kBlockwise8) {
+      args.exponents = static_cast<uint8_t*>(add(1, numel / kBlockSize));
+    }
   }
 
   Hyperparameters hyperparameters;
@@ -171,27 +176,12 @@ bool take_steps(const cpu::Engine& engine, const Kernel& kernel, const Numbers& 
     hyperparameters.nesterov = true;
   }
   float step = 0.0f;
-  KernelTensorArgs args;
   args.numel = numel;
   args.grad_dtype = numbers.grad;
   args.param_dtype = numbers.param;
   args.master = numbers.master;
-  args.dithered = dithered_numbers(hyperparameters);
-  for (int i = 0; i < kernel.buffers.count; ++i) {
-    if (option.dither && is_code(numbers.formats[i])) args.dithered |= kDithersBuffer0 << i;
-  }
+  args.dithered |= dithered_numbers(hyperparameters);
   args.step = &step;
-  size_t next = 0;
-  args.grad = arrays[next++].data();
-  args.param = arrays[next++].data();
-  if (args.master != Master::kNone) args.master_param = arrays[next++].data();
-  for (int i = 0; i < kernel.buffers.count; ++i) {
-    args.buffers[i] = arrays[next++].data();
-    args.buffer_formats[i] = numbers.formats[i];
-    if (numbers.formats[i] == BufferFormat::kBlockwise8) {
-      args.exponents = static_cast<uint8_t*>(arrays[next++].data());
-    }
-  }
 
   Hash before, after;
   arrays[1].add_to(before);
@@ -234,12 +224,6 @@ void step_all(const cpu::Engine& engine, const Kernel& kernel, const Numbers& nu
   }
 }
 
-uint64_t pattern_of(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 void scan_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
   Hash hash;
   for (const int64_t numel : kSizes) {
@@ -256,7 +240,7 @@ void scan_and_multiply(const cpu::Engine& engine, DType dtype, bool is_finite) {
     for (const bool skip_nonfinite : {false, true}) {
       hash.add(engine.scan(tiles, sums.data(), skip_nonfinite, 0, end));
       // Sums of what is not finite may be inf or NaN.
-      for (const double sum : sums) hash.add(std::isfinite(sum) ? pattern_of(sum) : 1);
+      for (const double sum : sums) hash.add(std::isfinite(sum) ? std::bit_cast<uint64_t>(sum) : 1);
     }
     engine.count_nonfinite(tiles, &count, 0, end);
     hash.add(count.load());

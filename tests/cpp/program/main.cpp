@@ -275,10 +275,9 @@ void archives() {
   refused(AdamW({a, b}, AdamWOptions().state_dtype(torch::kBFloat16)), "must be BFloat16 of sizes");
   refused(Adam({a, b}, AdamOptions()),
           "Adam of the archive must be Float of sizes [], got nothing");
-  std::stringstream copy(file.str());
-  AdamW loaded({a, b}, AdamWOptions(0.1).betas({0.5, 0.5}));
-  torch::load(loaded, copy);
-  const auto& options = static_cast<AdamWOptions&>(loaded.param_groups()[0].options());
+  auto& options = static_cast<AdamWOptions&>(optimizer.param_groups()[0].options());
+  options.lr(0.1).betas({0.5, 0.5});
+  torch::load(optimizer, file);
   check(options.lr() == 0.5 && options.betas() == std::tuple(0.9, 0.999), "loaded options");
   a.set_data(a.detach().to(torch::kHalf));
   refused(AdamW({a, b}, AdamWOptions()), "master_param of the archive must be Float of sizes [2]");

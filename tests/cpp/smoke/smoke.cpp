@@ -1,23 +1,21 @@
 // Calls list operations from a program without Python, and catches an error.
-#include <ATen/ops/full.h>
+#include <ATen/ATen.h>
 #include <amp_ext/ops.h>
 
 #include <cstdio>
 
 int main() {
   using namespace amp_ext;
-  const auto filled = [](double value, at::ScalarType dtype) {
-    return at::full({3}, value, at::TensorOptions().dtype(dtype));
-  };
+  const at::Tensor ones = at::ones({3});
   Group<AdamHyperparameters> adam;
   adam.lr = 0.5;
   adam.timestep = 1.0;
   StepLists lists;
-  lists.params = {filled(1.0, at::kFloat)};
-  lists.grads = {filled(1.0, at::kFloat)};
-  lists.buffers = {TensorList{filled(0.0, at::kFloat)}, TensorList{filled(0.0, at::kFloat)}, {}};
+  lists.params = {ones.clone()};
+  lists.grads = {ones};
+  lists.buffers = {TensorList{at::zeros({3})}, TensorList{at::zeros({3})}, {}};
   step_(lists, adam, {});  // the first step of Adam is lr
-  lists.grads = {filled(1.0, at::kLong)};
+  lists.grads = {ones.to(at::kLong)};
   try {
     step_(lists, adam, {});
   } catch (const c10::Error& error) {
