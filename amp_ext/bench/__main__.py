@@ -109,14 +109,14 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 def make_table(rows: list[dict[str, Any]]) -> str:
     """Formats a table with a section for each list of shapes; leaves out empty columns."""
-    shown = [title for title in cells(rows[0]) if any(cells(row)[title] for row in rows)]
-    table = format_table([shown, *([cells(row)[title] for title in shown] for row in rows)])
-    head, *lines = table.splitlines()
-    of_shapes: dict[str, list[str]] = {}
-    for row, line in zip(rows, lines, strict=True):
-        of_shapes.setdefault(row["shapes"], []).append(line)
-    parts = ("\n".join(["", shapes, *lines]) for shapes, lines in of_shapes.items())
-    return "\n".join([head, *parts])
+    table = [cells(row) for row in rows]
+    shown = [title for title in table[0] if any(row[title] for row in table)]
+    text = format_table([shown, *([row[title] for title in shown] for row in table)])
+    head, *lines = text.splitlines()
+    for shapes in dict.fromkeys(row["shapes"] for row in rows):
+        of_shapes = [line for row, line in zip(rows, lines, strict=True) if row["shapes"] == shapes]
+        head = "\n".join([head, "", shapes, *of_shapes])
+    return head
 
 
 if __name__ == "__main__":

@@ -97,16 +97,16 @@ def measure_row(
             times[name] += run(steps[name])
     least = {name: min(seconds) for name, seconds in times.items()}
     speed = None if shapes.many_small else 1e-9 * streaming[1] / least.pop("streaming")
-    figures = {}
-    for side, seconds in least.items():
-        gb_per_s = 1e-9 * moved * shapes.elements / seconds
-        figures[side] = {
+    figures = {
+        side: {
             "seconds": seconds,
             "ns_per_element": 1e9 * seconds / shapes.elements,
-            "gb_per_s": gb_per_s,
+            "gb_per_s": (gb_per_s := 1e-9 * moved * shapes.elements / seconds),
             "share_of_streaming": gb_per_s / speed if speed else None,
             "host_us_per_tensor": 1e6 * seconds / len(shapes.sizes),
         }
+        for side, seconds in least.items()
+    }
     return {
         "work": work.name,
         "shapes": shapes.name,

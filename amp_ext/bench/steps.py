@@ -57,21 +57,19 @@ def make_program(side: str, work: Work, params: list[Parameter]) -> Program:
         if not work.masters and work.state_dtype == torch.float32:
             options["rounding"] = "nearest"  # torch rounds in this way
         optimizer = getattr(amp_ext.optim, work.optimizer)(params, **options)
-        step = scaled(work, params, optimizer, amp_ext.GradScaler)
+        step, average = scaled(work, params, optimizer, amp_ext.GradScaler), None
         if side == "swa_utils":
             step = averaged(params, step)
         elif work.average:
             average = amp_ext.optim.WeightAverage(optimizer, DECAY)
-            return Program(params, optimizer, step, average)
-        return Program(params, optimizer, step)
-    make = getattr(torch.optim, work.optimizer)
+        return Program(params, optimizer, step, average)
+    options |= {"fused": True} if side == "by_hand" else {} if side == "default" else {side: True}
+    stepped = params
     if side == "by_hand":
-        masters = [Parameter(param.detach().float()) for param in params]
-        optimizer = make(masters, **options, fused=True)
-        step_masters = scaled(work, masters, optimizer)
-        return Program(params, optimizer, by_hand(params, masters, step_masters))
-    optimizer = make(params, **options, **({} if side == "default" else {side: True}))
-    return Program(params, optimizer, scaled(work, params, optimizer))
+        stepped = [Parameter(param.detach().float()) for param in params]
+    optimizer = getattr(torch.optim, work.optimizer)(stepped, **options)
+    step = scaled(work, stepped, optimizer)
+    return Program(params, optimizer, by_hand(params, stepped, step) if side == "by_hand" else step)
 
 
 def scaled(

@@ -82,38 +82,32 @@ class Work:
         if self.has_masters:
             return ["ours", "by_hand"]
         # Without an option, torch runs "foreach" on a GPU and the loop "default" on a CPU. Both are
-        # slow, so only ADAMW has them.
-        return ["ours", "fused", *(["foreach", "default"] if self == ADAMW else [])]
+        # slow, so only the first row has them.
+        return ["ours", "fused", *(["foreach", "default"] if self == ROWS[0][1] else [])]
 
 
-ADAMW = Work("AdamW", torch.float32, scaler=True)
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_NARROW = (torch.bfloat16, "8bit-bf16", "8bit")  # state dtypes that take less memory than float32
 
-#: Kinds of work that are timed on every list of shapes.
-FEATURED = [
-    ADAMW,
-    Work("AdamW", torch.float32, scaler=True, clip=True),
-    Work("AdamW", torch.float16, scaler=True),
-    Work("AdamW", torch.bfloat16, scaler=True, clip=True),
-    Work("SGD", torch.float32, scaler=True),
-    Work("AdamW", torch.float32),
-]
-
-AVERAGED = Work("AdamW", torch.float32, average=True)
-
-#: State dtypes that take less memory than float32.
-NARROW = (torch.bfloat16, "8bit-bf16", "8bit")
-#: Work that stores masters or states in less memory. The last entry rounds as torch does, without
-#: masters.
-LOW_MEMORY = [
-    Work("AdamW", torch.bfloat16, masters="split"),
+#: The kinds of work. "all" is timed on every list of shapes, "three" on three of them, and "one",
+#: which stores masters or states in less memory, on the first.
+ROWS = (
+    ("all", Work("AdamW", _FP32, scaler=True)),
+    ("all", Work("AdamW", _FP32, scaler=True, clip=True)),
+    ("all", Work("AdamW", _FP16, scaler=True)),
+    ("all", Work("AdamW", _BF16, scaler=True, clip=True)),
+    ("all", Work("SGD", _FP32, scaler=True)),
+    ("all", Work("AdamW", _FP32)),
+    ("three", Work("AdamW", _FP32, average=True)),
+    ("one", Work("AdamW", _BF16, masters="split")),
     *(
-        Work("AdamW", torch.bfloat16, masters=masters, state_dtype=state_dtype)
-        for state_dtype in NARROW
+        ("one", Work("AdamW", _BF16, masters=masters, state_dtype=state_dtype))
+        for state_dtype in _NARROW
         for masters in ("split", "split8", False)
     ),
-    *(Work("AdamW", torch.float32, state_dtype=one) for one in NARROW),
-    Work("AdamW", torch.bfloat16, masters=False, state_dtype=None),
-]
+    *(("one", Work("AdamW", _FP32, state_dtype=state_dtype)) for state_dtype in _NARROW),
+    ("one", Work("AdamW", _BF16, masters=False, state_dtype=None)),  # rounds as torch does
+)
 
 
 @dataclass(frozen=True)
@@ -142,11 +136,11 @@ def choose_rows(device_type: str, quick: bool) -> list[tuple[Work, ShapeList]]:
         large = [uniform(4, 8_000_000), uniform(300, 100_000), uniform(1, 64_000_000)]
     else:
         large = [uniform(1, 256_000_000), uniform(600, 100_000), uniform(4, 64_000_000)]
-    small = [uniform(1_000, 64), uniform(10_000, 64)]
-    lists = [*large[:2], small[0]] if quick else [*large, *small]
-    rows = [(work, shapes) for shapes in lists for work in FEATURED]
-    rows += [(AVERAGED, shapes) for shapes in (*large[:2], small[0])]
-    return rows if quick else rows + [(work, large[0]) for work in LOW_MEMORY]
+    three = [*large[:2], uniform(1_000, 64)]
+    every = three if quick else [*large, uniform(1_000, 64), uniform(10_000, 64)]
+    rows = [(work, shapes) for shapes in every for lists, work in ROWS if lists == "all"]
+    rows += [(work, shapes) for shapes in three for lists, work in ROWS if lists == "three"]
+    return rows + [(work, large[0]) for lists, work in ROWS if lists == "one" and not quick]
 
 
 def row_name(work: Work, shapes: ShapeList) -> str:
