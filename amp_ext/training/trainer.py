@@ -186,17 +186,10 @@ class MixedPrecisionTrainer:
 
     def __repr__(self) -> str:
         """Returns the classes of the parts, the precision and the number of accumulated batches."""
-        parts = {
-            name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler")
-        }
-        shown = [
-            f"{name}={type(each).__name__}" for name, each in parts.items() if each is not None
-        ]
-        batches = f"{self._accumulated} of {self.config.gradient_accumulation_steps}"
-        return (
-            f"{type(self).__name__}({', '.join(shown)}; {self.config.precision}, {batches} batches "
-            "accumulated)"
-        )
+        parts = (self.model, self.optimizer, self.scheduler, self.scaler)
+        classes = ", ".join(type(part).__name__ for part in parts if part is not None)
+        batches = f"{self._accumulated} of {self.config.gradient_accumulation_steps} batches"
+        return f"{type(self).__name__}({classes}; {self.config.precision}, {batches} accumulated)"
 
     # Training.
 
@@ -218,15 +211,13 @@ class MixedPrecisionTrainer:
             optimizer was not stepped.
 
         Raises:
-            TypeError: If ``inputs`` is a pair of inputs and targets.
+            TypeError: If the model does not take ``inputs``, such as a pair of inputs and targets.
             ValueError: If there are targets but no loss function, or the loss is not one number.
         """
         if targets is not None and self.loss_function is None:
             raise ValueError(
                 f"train_step: targets must be None without a loss_function, got {type(targets)}"
             )
-        if targets is None and self.loss_function is not None and isinstance(inputs, (tuple, list)):
-            _check_arguments(self.model, inputs)
         if self._accumulated == 0:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self._compute_loss(inputs, targets)
@@ -598,19 +589,3 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return [*value] if isinstance(value, Sequence) else [value]
-
-
-def _check_arguments(model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raises if ``inputs`` does not fit the model's arguments, like a pair (inputs, targets)."""
-    try:
-        signature = inspect.signature(model.forward)
-    except ValueError:  # compiled code may have no signature
-        return
-    try:
-        signature.bind(*inputs)
-    except TypeError as error:
-        raise TypeError(
-            "train_step: inputs must be the arguments of the model, got "
-            f"{len(inputs)} for forward{signature}: {error}; if the batch holds inputs and "
-            "targets, call train_step(inputs, targets)"
-        ) from None

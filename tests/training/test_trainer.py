@@ -453,12 +453,10 @@ def test_several_schedulers_are_stepped_saved_and_loaded(precision, container, t
 def test_a_trainer_shows_its_parts():
     trainer = new_trainer("fp16", nn.Linear(6, 2), gradient_accumulation_steps=3)
     cases.train_on(trainer, batches(count=4))
-    optimizer = type(trainer.optimizer).__name__
     assert repr(trainer) == (
-        f"MixedPrecisionTrainer(model=Linear, optimizer={optimizer}, scaler=GradScaler; fp16, "
-        "1 of 3 batches accumulated)"
+        "MixedPrecisionTrainer(Linear, SGD, GradScaler; fp16, 1 of 3 batches accumulated)"
     )
-    assert "scheduler=ExponentialLR; fp32," in repr(new_trainer("fp32", scheduler=cases.halving))
+    assert "SGD, ExponentialLR; fp32," in repr(new_trainer("fp32", scheduler=cases.halving))
 
 
 # Spellings and batches.
@@ -483,14 +481,10 @@ def test_what_is_no_precision_is_refused(precision):
 
 
 @pytest.mark.parametrize("container", [tuple, list])
-def test_a_batch_of_inputs_and_targets_says_what_is_wanted(container):
+def test_a_batch_of_inputs_and_targets_is_refused(container):
     trainer = new_trainer()
     before = params_of(trainer)
-    wanted = (
-        r"^train_step: inputs must be the arguments of the model, got 2 for forward\(.*\).*: too "
-        r"many positional arguments; if the batch holds inputs and targets, call train_step\(inputs"
-    )
-    with pytest.raises(TypeError, match=wanted):
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
         trainer.train_step(container([X, TARGET]))
     assert_same(params_of(trainer), before)
     trainer.train_step(container([X]), TARGET)
