@@ -1,18 +1,9 @@
 # Types of the compiled module. amp_ext.ops documents the functions.
-import enum
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-class OptionDescription:  # an option of a parameter group
-    name: str
-    type: str  # name of the type, such as "number", "numbers" or "flag"
-    wanted: str  # the type in words, for errors; without the valid range
-    count: int  # length of the tuple, for the type "numbers"
-    on_load: str  # "required", "off if missing", "kept if missing" or "kept"
-    is_read: bool  # False for options of torch that have no effect here
 
 class BufferDescription:
     name: str
@@ -21,19 +12,10 @@ class BufferDescription:
     code: str  # name of its 8-bit format, such as "q8h"; empty if it has none
     option: str | None  # option that a group must set to have the buffer; None: every group has it
 
-class OptimizerDescription:
-    operation: str  # name of the operation over lists, such as "adam_"
-    fields: tuple[str, ...]  # names of the hyperparameters
+class FormulaNames:  # names of one optimizer
+    operation: str  # of the operation over lists, such as "adam_"
+    fields: tuple[str, ...]  # of the hyperparameters
     buffers: tuple[BufferDescription, ...]
-    options: tuple[OptionDescription, ...]
-    # `where` begins the errors, with "%s" for the option; `shown` converts a value to text.
-    def check_options(
-        self, options: dict[str, Any], where: str, shown: Callable[[Any], str]
-    ) -> None: ...
-    def check_as_torch(self, defaults: dict[str, Any], shown: Callable[[Any], str]) -> None: ...
-    counts_from_buffer: bool  # torch's class stores no step count
-    # Returns how many buffers a group has, and whether the formula and dithering count steps.
-    def state_needs(self, group: Mapping[str, Any]) -> tuple[int, bool, bool]: ...
 
 class ScaledIteration:
     needs_reset: bool
@@ -82,102 +64,67 @@ class LossScale:
         self, initial_scale: float
     ) -> tuple[int, int, int, int, float, float, float, str | None]: ...
 
-class PlanAnswer(enum.Enum):  # what the caller of a Plan must do next
-    REGISTER_PARAMS = 1  # parameters or options have changed: register the parameters, ask again
-    NEEDS_GLOBAL_NORM = 2  # add up the sums of squares over all ranks, and pass them
-    DONE = 3
-
-class GradientRelease:  # hooks that step the parameters of one optimizer during backward()
-    # Without a scaler, `scaler` is None.
-    def __init__(self, optimizer: str, scaler: Any) -> None: ...
-    # Steps a parameter. Calls methods of `owner`, the GradientRelease of Python.
-    def on_gradient(self, plan: Plan, owner: Any, optimizer: Any, param: Tensor) -> None: ...
-    # Each of `rows` is as in Plan.register_params().
-    def register_params(self, rows: Sequence[tuple[int, int, Tensor, int | None, int]]) -> None: ...
-    def in_turn(self, work: Callable[[], None]) -> None: ...  # calls it in one thread at a time
-    # Begins an iteration unless it has begun, by a call of owner._begin(), which calls begin().
-    def open(self, plan: Plan, owner: Any) -> None: ...
-    # Hooks step the parameters of `stepped`. `grad_scale` is `scale` on their device.
-    def begin(
-        self,
-        plan: Plan,
-        optimizer: Any,
-        stepped: Any,
-        scale: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None: ...
-    # Returns for each device the number of skipped parameters and the index of the first nonfinite
-    # gradient.
-    def collect(self, plan: Plan) -> tuple[list[Tensor], list[Tensor]]: ...
-    def complete(self, plan: Plan) -> None: ...
-    def give_up(self, plan: Plan) -> str: ...  # returns the warning about it, or ""
-    def forget(self, plan: Plan) -> None: ...
-    def check_options(self, plan: Plan, optimizer: Any) -> None: ...
-    def check_scaler(self, scaler: Any, method: str) -> None: ...
-    def check_caller_of_step(self, has_scale: bool, has_scan: bool) -> None: ...
-    @staticmethod
-    def throw_needs_gradients(operation: str) -> NoReturn: ...
-
-class Plan:  # the checked parameters, gradients and states of one optimizer, cached between steps
-    grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
-    step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
-    failure: str  # how many parameters the last failed step updated; empty if no step failed
-    note_of_failure: str  # `failure`, and how to go on
+class Shard:  # what a step needs to know of a parameter that may be a DTensor
     def __init__(
         self,
-        optimizer: str,
-        description: OptimizerDescription,
-        before: Plan | None,
-        failure: str,
+        partition: int,  # which sums of squares are added over the same ranks
+        global_offset: int,  # of the local shard's first element in the full tensor
+        is_dtensor: bool,
+        has_blocks: bool,  # whether moments of the full tensor can be quantized in blocks
+        grad: Tensor | None,
+        version: int,  # of the DTensor; its shard has another one
+        grad_version: int,
     ) -> None: ...
-    def forget(self) -> None: ...
-    # Ignores writes that left the parameters as they were: how many, by id() of the parameter.
-    def forget_writes(self, writes: dict[int, int]) -> None: ...
-    def track_step_applied(self) -> None: ...
-    # Each of `rows` is (group, index in the group, parameter, partition, offset of the local
-    # shard's first element in the unsharded parameter). The partition is None without sharding.
-    def register_params(
-        self,
-        optimizer: Any,
-        operation: str,
-        rows: Sequence[tuple[int, int, Tensor, int | None, int]],
-    ) -> None: ...
-    # The methods that take `step_plan` may all return REGISTER_PARAMS, and step() may return
-    # NEEDS_GLOBAL_NORM.
-    def scan(
-        self,
-        step_plan: Any,
-        optimizer: Any,
-        found_inf: Tensor,
-        grad_scale: Tensor | None,
-        sums_squares: bool,
-    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | PlanAnswer: ...
-    def gradients_were_written(self, step_plan: Any, optimizer: Any) -> bool | PlanAnswer: ...
+
+class Stepper:  # steps the parameters of one optimizer, and remembers no tensors
+    grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
+    step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
+    tracks_step_applied: bool
+    progress: str  # how many parameters a failed step has updated: "3 of 8 parameters"; or ""
+    def __init__(self, optimizer: str, hyperparameters: str) -> None: ...
+    # Returns how many parameters had a gradient. Or, if nothing was done, a list: the places
+    # (group, index) of parameters whose states must be completed first; an empty list if options or
+    # parameters can't be read.
     def step(
         self,
-        step_plan: Any,
-        optimizer: Any,
-        amp_context: Any,
+        state: dict[Any, Any],
+        param_groups: list[dict[str, Any]],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
         max_norm: Tensor | None,
         is_of_scaler: bool,
-        chunks: Any = None,
-    ) -> PlanAnswer: ...
-    # Returns found_inf and sum_of_squares for a step of another plan.
-    def prepare_copied_step(
+        params: Sequence[Tensor] | None = None,
+        shards: Sequence[Shard] = (),
+        trusts_states: bool = False,
+    ) -> int | list[tuple[int, int]]: ...
+    # Returns None if options or parameters can't be read.
+    def scan(
         self,
-        step_plan: Any,
-        optimizer: Any,
-        grad_scale: Tensor | None,
+        param_groups: list[dict[str, Any]],
+        params: Sequence[Tensor] | None,
         found_inf: Tensor | None,
-        sum_of_squares: Tensor | None,
+        grad_scale: Tensor | None,
+        sums_squares: bool,
+        shards: Sequence[Shard] = (),
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | None: ...
+    def gradients_were_written(
+        self, param_groups: list[dict[str, Any]], shards: Sequence[Shard] = ()
+    ) -> bool: ...
+    def check_grads(
+        self,
+        param_groups: list[dict[str, Any]],
         is_of_scaler: bool,
-    ) -> tuple[Tensor | None, Tensor | None] | PlanAnswer: ...
-    def remember_copied_step(
-        self, step_plan: Any, optimizer: Any, had_scale: bool
-    ) -> PlanAnswer: ...
+        shards: Sequence[Shard] = (),
+    ) -> None: ...
+    def mark_scaled(
+        self, param_groups: list[dict[str, Any]], shards: Sequence[Shard] = ()
+    ) -> None: ...
+    def forget_scan(self) -> None: ...
+    def forget_masters(self) -> None: ...  # to which values float32 masters were rounded
+
+# Returns how many buffers a group has, and whether the formula and dithering count steps.
+def state_needs(hyperparameters: str, group: dict[str, Any]) -> tuple[int, bool, bool]: ...
 
 # Stands for the descriptions of optimizers and all functions, whose signatures amp_ext.ops has.
 def __getattr__(name: str) -> Any: ...

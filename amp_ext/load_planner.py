@@ -7,7 +7,7 @@ import re
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from amp_ext import ops
+from amp_ext.optim.options import CONFIGURED_OPTIONS
 
 __all__ = ["LoadPlanner"]
 
@@ -47,4 +47,4 @@ class LoadPlanner(DefaultLoadPlanner):
         group, option = match.groups()
         if option == "decoupled_weight_decay":  # torch's SGD lacks it
             return group + "dampening" in self.state_dict
-        return option in ops.configured_options()
+        return option in CONFIGURED_OPTIONS

@@ -77,11 +77,8 @@ if TYPE_CHECKING:
 
     binary = _C  # returned by __getattr__, like the classes below
     BufferDescription = _C.BufferDescription
-    OptimizerDescription = _C.OptimizerDescription
-    OptionDescription = _C.OptionDescription
-    GradientRelease = _C.GradientRelease
-    Plan = _C.Plan
-    PlanAnswer = _C.PlanAnswer
+    Shard = _C.Shard
+    Stepper = _C.Stepper
 
 __all__ = [
     "OptimizerType",
@@ -154,11 +151,6 @@ def cpu_isa() -> str:
     ``AMP_EXT_CPU_ISA`` names another one when the first kernel runs.
     """
     return _C.cpu_isa()
-
-
-def is_profiled() -> bool:
-    """Returns True if a profiler or another observer of torch records functions now."""
-    return _C.is_profiled()
 
 
 @operation(writes=("found_inf", "sum_of_squares", "first_nonfinite"))

@@ -30,8 +30,6 @@ FOLDERS = {
     "tensors": 6,
     "ops": 7,
     "scaler": 8,
-    "optimizer": 8,
-    "lists": 9,
     "libtorch": 10,
     "python": 11,
 }

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, params_of
 from amp_ext.optim.formats import MASTER_KEYS, is_16_bit
-from amp_ext.optim.options import with_plain_options
+from amp_ext.optim.options import (
+    CONFIGURED_OPTIONS,
+    NAMES_OF_OPTIONS,
+    REFUSED_FLAGS,
+    names_of_all_buffers,
+    with_plain_options,
+)
 from amp_ext.optim.state_store import PlacedParam, float32_state, loaded_state
 from amp_ext.saved_dicts import first_keys, missing_entry
 from amp_ext.sharding import is_flat, is_flattened
@@ -231,7 +236,7 @@ def _without_unused_moments(
 
     For example, DeepSpeedCPULion writes an unused ``exp_avg_sq`` of zeros.
     """
-    of_others = set(ops.names_of_all_buffers())
+    of_others = names_of_all_buffers()
     of_others -= {buffer.name for buffer in optimizer.description.buffers}
 
     def is_unused(key: Any, value: Any) -> bool:
@@ -315,14 +320,14 @@ def _unknown_among(
         *(option.name for option in description.options),
         *(buffer.name for buffer in description.buffers),
     }
-    of_others = {*ops.names_of_all_options(), *ops.names_of_all_buffers()}
+    of_others = {*NAMES_OF_OPTIONS, *names_of_all_buffers()}
     texts = dict.fromkeys(key for key in keys if isinstance(key, str) and key not in known)
     return [key for key in texts if not users_may_add or key in of_others]
 
 
 def _saved_flags() -> list[str]:
     """Returns the flags in files of other packages whose value a load must check."""
-    return [*ops.names_of_refused_flags(), *_FLAGS_OF_OTHERS]
+    return [*REFUSED_FLAGS, *_FLAGS_OF_OTHERS]
 
 
 def _check_flags(optimizer: FusedOptimizer, group: Options, index: int) -> None:
@@ -447,11 +452,11 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     values that the optimizer was constructed with.
     """
     off = {
-        each.name: None if each.type == "flag or none" else False
+        each.name: None if each.type == "unused flag or none" else False
         for each in optimizer.description.options
         if each.on_load == "off if missing"
     }
-    configured = ops.configured_options()
+    configured = CONFIGURED_OPTIONS
     pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [

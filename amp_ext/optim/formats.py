@@ -369,12 +369,15 @@ class StateSpec:
 
         Args:
             optimizer: The name of the optimizer.
-            description: The description of the optimizer in the compiled module.
+            description: The description of the optimizer.
             group: The options.
         """
-        buffer_count, formula_counts, dithers = description.state_needs(group)
-        needs_buffers = not description.counts_from_buffer
         dtype = group["state_dtype"]
+        dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+        buffer_count, formula_counts, dithers = ops.state_needs(
+            description.hyperparameters, {**group, "state_dtype": dtype}
+        )
+        needs_buffers = not description.counts_from_buffer
         return cls(
             optimizer=optimizer,
             buffers=description.buffers,
@@ -383,7 +386,7 @@ class StateSpec:
             needs_buffers=needs_buffers,
             needs_step=needs_buffers and formula_counts,
             master_weights=group["master_weights"],
-            state_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            state_dtype=dtype,
         )
 
     @property

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,16 +29,26 @@ from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state
 from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.options import check_defaults, check_group, check_unique, defaults_of
-from amp_ext.optim.state_store import PlacedParam, check_flattened, fp32_master, init_states
+from amp_ext.optim.options import (
+    CONFIGURED_OPTIONS,
+    DESCRIPTIONS,
+    OptimizerDescription,
+    check_defaults,
+    check_group,
+    check_unique,
+    defaults_of,
+)
+from amp_ext.optim.state_store import (
+    PlacedParam,
+    check_flattened,
+    fp32_master,
+    init_states,
+    put_states,
+)
 from amp_ext.optim.step_hooks import has_step_pre_hooks, with_step_hooks
-from amp_ext.optim.step_plan import StepPlan
+from amp_ext.optim.stepper import Stepper
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import local_grads, local_tensor
-
-if TYPE_CHECKING:
-    from amp_ext.optim.gradient_release import GradientRelease
-    from amp_ext.optim.offload import OffloadedStates
 
 __all__ = ["FusedOptimizer"]
 
@@ -50,8 +59,8 @@ _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
-    A subclass declares the options in the signature of its constructor, and names its description
-    in the compiled module in ``_hyperparameters_class``. float16 and bfloat16 parameters have a
+    A subclass declares the options in the signature of its constructor, and names its formula in
+    ``_hyperparameters_class``. float16 and bfloat16 parameters have a
     float32 master in their state, ``state[param]["master_param"]``, unless the group has
     ``master_weights=False``. Buffers, such as moments, have the group's ``state_dtype`` (float64
     for float64 parameters). Buffers quantized to 8 bits have other keys.
@@ -114,7 +123,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         RuntimeError: If ``differentiable`` is true.
     """
 
-    # Name of the description in the compiled module.
+    # Name of the formula in the compiled module.
     _hyperparameters_class: ClassVar[str]
     # Maps the names that amp_ext.memory has for the optimizer to the 8-bit formats of its states.
     _state_formats: ClassVar[dict[str, tuple[str, ...]]]
@@ -123,9 +132,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _has_warned_of_hooks = False
     _amp_context: AmpStepContext | None = None  # set by our scaler while it steps this optimizer
     #: The handle from :func:`~amp_ext.optim.release_gradients`, or None.
-    gradient_release: GradientRelease | None = None
+    gradient_release: Any = None
     #: The handle from :func:`~amp_ext.optim.offload_states`, or None.
-    offload: OffloadedStates | None = None
+    offload: Any = None
     grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
     found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
@@ -156,7 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             track_grad_norms: See the attribute.
             norm_guard: See the attribute.
         """
-        self._plan = StepPlan(type(self).__name__, self.description)
+        self._stepper = Stepper(type(self).__name__, self.description.hyperparameters)
         self.track_grad_norms = track_grad_norms
         if isinstance(params, (set, frozenset)):
             raise TypeError(
@@ -169,17 +178,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Options and groups.
 
-    @functools.cached_property
-    def description(self) -> ops.OptimizerDescription:
-        """The optimizer's description in the compiled module: its options and buffers."""
-        try:
-            found: ops.OptimizerDescription = getattr(ops, self._hyperparameters_class)
-        except AttributeError:
+    @property
+    def description(self) -> OptimizerDescription:
+        """The options and buffers of the optimizer's formula."""
+        name = getattr(self, "_hyperparameters_class", None)
+        if name not in DESCRIPTIONS:
             raise TypeError(
-                f"{type(self).__name__}: _hyperparameters_class must name a class of the compiled "
-                f"module, got {getattr(self, '_hyperparameters_class', None)!r}"
-            ) from None
-        return found
+                f"{type(self).__name__}: _hyperparameters_class must be one of "
+                f"{[*DESCRIPTIONS]}, got {name!r}"
+            )
+        return DESCRIPTIONS[name]
 
     def state_spec_of(self, group: dict[str, Any]) -> StateSpec:
         """Returns the specification of the states that the parameters of a group have."""
@@ -229,6 +237,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Checks the options that a training loop may have written into the groups."""
         for index, group in enumerate(self.param_groups):
             self.check_options(group, f"{type(self).__name__}: %s of group {index}")
+        for name in ("max_grad_norm", "skip_nonfinite"):  # of the norm over all gradients
+            values = [group[name] for group in self.param_groups]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be the same in all groups, got {values}"
+                )
 
     def _check_params(self, operation: str) -> None:
         """Checks that an operation can read the parameters of all groups."""
@@ -271,22 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.offload is not None:
             self.offload.init_state()
             return
-        changed, _ = init_states(self.state, trainable)
-        if changed:
-            ops.put_states(self.state, changed)
-            self.rebuild()  # otherwise the plan would use erased states
-
-    def rebuild(self) -> None:
-        """Forgets all parameters and states until the next step, which reads them again.
-
-        A step notices replaced tensors by itself. This call releases the old tensors at once, for
-        example after states were moved to another device to free memory.
-        """
-        self._plan.forget()
-        if self.gradient_release is not None:
-            self.gradient_release.forget()
-        if self.offload is not None:
-            self.offload.forget()
+        put_states(self.state, init_states(self.state, trainable))
 
     def _stored_beside(self, param: Tensor) -> Tensor:
         """Returns the tensor on whose device the state of a parameter is.
@@ -296,28 +295,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return param if self.offload is None else self.offload.host_of(param)
 
-    def _check_not_offloaded(self, operation: str) -> None:
-        """Refuses an operation that needs the states on the device of the parameters.
-
-        Args:
-            operation: Name of the operation, for errors.
-
-        Raises:
-            RuntimeError: If the states are offloaded.
-        """
-        if self.offload is not None:
-            raise RuntimeError(
-                f"{operation} does not support offloaded states, but the states of this "
-                f"{type(self).__name__} are in host memory. Call remove() of the offload first."
-            )
-
     def check_weights_are_in(self, operation: str) -> None:
         """Raises an error if the parameters hold their averages.
 
         Args:
             operation: Start of the error.
         """
-        if self._plan.averages_are_in:
+        if self._stepper.averages_are_in:
             raise RuntimeError(
                 f"{operation}: the parameters hold their averages, because a WeightAverage.swap() "
                 "is active. Leave the swap first."
@@ -412,8 +396,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             RuntimeError: If a gradient is sparse or complex, a state does not fit its parameter, a
                 scaler's step calls this twice, or there is a closure while a scaler steps; nothing
                 has been written then. Also if a kernel launch fails: the note then says how many
-                parameters were completely stepped, e.g. 3 of 8. Unless that is 0, later steps raise
-                an error until ``load_state_dict`` is called.
+                parameters were completely stepped, e.g. 3 of 8.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If no parameter had a gradient when a scaler scanned them, and one has
                 now.
@@ -421,9 +404,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         amp_context = self._amp_context
         if amp_context is None:  # torch's scaler, or other code, sets attributes instead
             amp_context = context_from_attributes(self)
+        if self.gradient_release is not None:
+            self.gradient_release.check_step(amp_context)  # before a closure runs backward()
         loss = None
         if closure is not None:
-            self._check_not_released("step: a closure")
             if amp_context.grad_scale is not None:
                 raise RuntimeError(NO_CLOSURE)  # a closure's gradients would not be scaled
             with torch.enable_grad():
@@ -440,10 +424,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             else:
                 self._check_no_grads()
                 found_inf = None
+        amp_context.is_used = True
         try:
             self._step(amp_context, found_inf)
         except Exception as error:
-            self._note_what_is_stepped(error, amp_context)
+            amp_context.is_used = self._note_what_is_stepped(error)
             raise
         return loss
 
@@ -452,20 +437,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.gradient_release is not None:
             self.gradient_release.step(amp_context, found_inf)
             return
-        plan, grad_scale, guard = self._plan, amp_context.grad_scale, self._plan.norm_guard
+        stepper, grad_scale = self._stepper, amp_context.grad_scale
+        guard = stepper.norm_guard
         is_of_scaler = grad_scale is not None or found_inf is not None
         sum_of_squares: Tensor | None = None
         max_norm: Tensor | None = None
         if amp_context.scan is not None:
             has_hooks = has_step_pre_hooks(self)
-            written = (has_hooks or guard is not None) and self._call_plan(
-                "step", plan.compiled.gradients_were_written
-            )
+            written = (has_hooks or guard is not None) and stepper.grads_were_written(self)
             if written and has_hooks and grad_scale is not None:
                 self._warn_of_hooks()
             if not amp_context.scan.found_infs:
                 self._check_no_grads()
-            elif (has_hooks or written) and found_inf is not None and not plan.norm_spans_ranks():
+            elif (
+                (has_hooks or written)
+                and found_inf is not None
+                and not stepper.norm_spans_ranks(self)
+            ):
                 # Hooks may write gradients through ``.data``, which changes no version counter.
                 amp_context.scan, found_inf = self._scan_again(found_inf, grad_scale)
             sum_of_squares = amp_context.scan.sum_of_squares
@@ -476,20 +464,77 @@ class FusedOptimizer(torch.optim.Optimizer):
             skips = any(group["skip_nonfinite"] for group in self.param_groups)
             inputs = grad_scale, found_inf, sum_of_squares, skips
             found_inf, max_norm = guard.judge(self._first_device(), *inputs)
+        stepper.grad_norms = None
         # The gradients are read before the step, which may write them.
-        norms = self._grad_norms(grad_scale) if plan.tracks_grad_norms else None
-        # The compiled step marks the context as used before it writes.
-        arguments = amp_context, grad_scale, found_inf
+        norms = self._grad_norms(grad_scale) if stepper.tracks_grad_norms else None
+        arguments = grad_scale, found_inf, sum_of_squares, max_norm, is_of_scaler
         if self.offload is not None:
-            self.offload.step(*arguments, sum_of_squares, max_norm, is_of_scaler)
+            self.offload.step(*arguments)
         else:
-            step = plan.compiled.step
-            limits = max_norm, is_of_scaler
-            answer = self._call_plan("step", step, *arguments, sum_of_squares, *limits)
-            if answer is plan.needs_global_norm:
-                sum_of_squares = self._sum_over_ranks(grad_scale)
-                self._call_plan("step", step, *arguments, sum_of_squares, *limits)
-        plan.grad_norms = norms
+            self.take_step(None, *arguments)
+        if norms is not None:
+            stepper.grad_norms, stepper.normed_params = norms, params_of(self)
+
+    def take_step(
+        self,
+        params: Sequence[Tensor] | None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        sum_of_squares: Tensor | None = None,
+        max_norm: Tensor | None = None,
+        is_of_scaler: bool = False,
+    ) -> int:
+        """Updates some or all parameters, without hooks of the step.
+
+        A thread that steps all parameters while another thread steps some is refused; one that
+        steps some waits. Missing states are created.
+
+        Args:
+            params: The parameters to update, those that have a gradient and are in a group; None
+                for all.
+            grad_scale: The scale that the gradients carry, one float32, or None.
+            found_inf: One float32, or None. If it is not 0, nothing is written.
+            sum_of_squares: The sum of squares of all scaled gradients, one float64. None if the
+                step needs no norm, or computes the sum from the gradients of all parameters.
+            max_norm: One float64, a limit of the norm besides ``max_grad_norm``; or None.
+            is_of_scaler: True if a scaler takes the step. Otherwise a gradient is refused that a
+                step with a scale has used before.
+
+        Returns:
+            The number of parameters that had a gradient.
+        """
+        stepper = self._stepper
+        if stepper.averages_are_in:
+            self.check_weights_are_in(f"{type(self).__name__}.step")
+        inputs = grad_scale, found_inf, sum_of_squares, max_norm, is_of_scaler
+        answer = stepper.compiled.step(self.state, self.param_groups, *inputs, params)
+        return answer if isinstance(answer, int) else stepper.take_slowly(self, params, *inputs)
+
+    def take_scan(
+        self,
+        params: Sequence[Tensor] | None,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        sums_squares: bool = False,
+    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]]:
+        """Scans the gradients of some or all parameters on this rank, without writing them.
+
+        Args:
+            params: The parameters, or None for all.
+            found_inf: The flag before the scan, one float32; None stands for 0.
+            grad_scale: The scale that the gradients carry, one float32, or None. A scale without a
+                finite inverse counts as an overflow.
+            sums_squares: Sums the squares even if the step does not clip by the norm.
+
+        Returns:
+            For each device and process groups over which parameters are sharded: a flag, one
+            float32; one int64, the index of the first parameter whose gradient has inf or NaN,
+            which later scans lower; the number of the process groups; and the sum of squares, one
+            float64 or None.
+        """
+        inputs = params, found_inf, grad_scale, sums_squares
+        found = self._stepper.compiled.scan(self.param_groups, *inputs)
+        return self._stepper.take_scan(self, *inputs)[0] if found is None else found
 
     def _grad_norms(self, grad_scale: Tensor | None) -> Tensor | None:
         """Returns the norm of each gradient; None if the optimizer has no parameters."""
@@ -499,49 +544,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         norms = norms_of_grads(grads, grad_scale, self._first_device())
         return sharded_over.norms_of_whole(params_of(self), norms) if sharded_over else norms
 
-    def _call_plan(self, operation: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a method of the compiled plan with the groups and states as they are now.
+    def _note_what_is_stepped(self, error: Exception) -> bool:
+        """Adds a note about the number of stepped parameters to an error of a step.
 
-        Registers the parameters and calls again if parameters or options have changed.
-
-        Args:
-            operation: Name of the operation, for errors.
-            method: The method. It takes the StepPlan, this optimizer and ``arguments``, and returns
-                REGISTER_PARAMS if the parameters must be registered again.
-            arguments: Further arguments.
-
-        Raises:
-            RuntimeError: If another thread uses the plan, an earlier step failed between its
-                launches, or the params of a group are not the same when read twice.
-            TypeError, ValueError: If an option or the params of a group are invalid.
+        Returns:
+            True if a parameter was updated.
         """
-        if self._plan.averages_are_in:
-            self.check_weights_are_in(f"{type(self).__name__}.{operation}")
-        answer = method(self._plan, self, *arguments)
-        if answer is not self._plan.must_register:
-            return answer
-        self._check_params(operation)
-        self._check_groups()
-        specs = [self.state_spec_of(group) for group in self.param_groups]
-        self._plan.register_params(self, specs, operation)
-        answer = method(self._plan, self, *arguments)
-        if answer is self._plan.must_register:
-            raise RuntimeError(
-                f"{type(self).__name__}.{operation}: params of a group gave other parameters "
-                "when they were read again. Store the params of each group in a list."
+        progress = (self._stepper.compiled if self.offload is None else self.offload).progress
+        if progress:
+            note = (
+                f"the step failed after updating {progress}. Load a checkpoint into the model and "
+                "the optimizer with load_state_dict()."
             )
-        return answer
-
-    def _note_what_is_stepped(self, error: Exception, amp_context: AmpStepContext) -> None:
-        """Adds a note about the number of stepped parameters to an error of a step."""
-        if amp_context.is_used:
-            note = self._plan.compiled.note_of_failure
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
             note = "no parameter or state was changed. Free memory if it ran out, then step again."
         else:
-            return
+            return False
         if hasattr(error, "add_note"):
             error.add_note(f"{type(self).__name__}.step: {note}")
+        return bool(progress)
 
     def _warn_of_hooks(self) -> None:
         """Warns once about a hook that wrote scaled gradients.
@@ -599,10 +620,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.gradient_release is not None:
             self.gradient_release.check_scaler(scaler, operation)
 
-    def _check_not_released(self, operation: str) -> None:
-        if self.gradient_release is not None:
-            ops.GradientRelease.throw_needs_gradients(f"{type(self).__name__}.{operation}")
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets all gradients, as torch.optim.Optimizer does.
 
@@ -615,27 +632,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.gradient_release is not None:
             self.gradient_release.give_up()
 
-    def _scan(self, found_inf: Tensor, grad_scale: Tensor | None) -> GradScan:
-        plan, sums_squares = self._plan, self.norm_guard is not None
-        arguments = found_inf, grad_scale, sums_squares
-        found = self._call_plan("scan_gradients", plan.compiled.scan, *arguments)
-        return plan.over_all_ranks(self, found, found_inf, grad_scale)
+    def _scan(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> GradScan:
+        self.check_weights_are_in(f"{type(self).__name__}.scan_gradients")
+        return self._stepper.scan_all(self, found_inf, grad_scale)
 
     def _scan_again(
         self, found_inf: Tensor | None, grad_scale: Tensor | None
     ) -> tuple[GradScan, Tensor | None]:
         """Returns a scan for the step, and ``found_inf`` with its flags if there is a scaler."""
-        if found_inf is None:
-            return self._scan(torch.zeros((), device=self._first_device()), grad_scale), None
         scan = self._scan(found_inf, grad_scale)
         # Ranks have agreed on found_inf, and one rank alone must not change it.
-        if scan.found_infs and not self._plan.norm_spans_ranks():
-            return scan, sum_of_flags(scan.found_infs, found_inf.device)  # type: ignore[return-value]
+        is_alone = found_inf is not None and not self._stepper.norm_spans_ranks(self)
+        if is_alone and scan.found_infs:
+            return scan, sum_of_flags(scan.found_infs, found_inf.device)  # type: ignore
         return scan, found_inf
-
-    def _sum_over_ranks(self, grad_scale: Tensor | None) -> Tensor | None:
-        """Scans the gradients, if no scaler did, and returns the sum of squares over all ranks."""
-        return self._scan(torch.zeros((), device=self._first_device()), grad_scale).sum_of_squares
 
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank without parameters."""
@@ -654,10 +664,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if last.is_used:
             drop_amp_context(self)  # also a scale set by hand, which the step has used
         elif last.scan is not None:
-            self.rebuild()  # otherwise the plan would remember a scan that no step has used
+            self._stepper.compiled.forget_scan()  # no step may use it
 
-    # Reports of steps. The plan stores them, because a wrapper that copies the attributes of this
-    # object shares the plan.
+    # Reports of steps. The stepper stores them, because a wrapper that copies the attributes of
+    # this object shares it.
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -666,7 +676,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Later steps overwrite the tensor, so clone it to keep the value. None without
         ``max_grad_norm``, unless norms are tracked or there is a guard.
         """
-        grad_norm, norms = self._report("grad_norm"), self._plan.grad_norms
+        grad_norm, norms = self._report("grad_norm"), self._stepper.grad_norms
         if grad_norm is None and norms is not None:
             grad_norm = norms.double().square().nansum().sqrt().float()
         return grad_norm
@@ -679,7 +689,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameter. NaN for a parameter without a gradient, inf for a norm that is not finite in
         float32. None unless norms are tracked.
         """
-        return self._plan.grad_norms
+        return self._stepper.grad_norms
 
     @property
     def track_grad_norms(self) -> bool:
@@ -688,7 +698,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: If set to anything but a bool.
         """
-        return self._plan.tracks_grad_norms
+        return self._stepper.tracks_grad_norms
 
     @track_grad_norms.setter
     def track_grad_norms(self, tracks: bool) -> None:
@@ -696,7 +706,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"{type(self).__name__}: track_grad_norms must be a bool, got {tracks!r}"
             )
-        self._plan.tracks_grad_norms = tracks
+        self._stepper.tracks_grad_norms = tracks
 
     @property
     def norm_guard(self) -> NormGuard | None:
@@ -706,7 +716,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             TypeError: If set to anything but a NormGuard or None.
             ValueError: If set to the guard of another optimizer.
         """
-        return self._plan.norm_guard
+        return self._stepper.norm_guard
 
     @norm_guard.setter
     def norm_guard(self, guard: NormGuard | None) -> None:
@@ -717,10 +727,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if guard is not None:
             guard.attach(self)  # or raises
             self.track_step_applied()
-        last, self._plan.norm_guard = self._plan.norm_guard, guard
+        last, self._stepper.norm_guard = self._stepper.norm_guard, guard
         if last is not None and last is not guard:
             last.attach(None)
-            self._plan.earlier_guards.append(last)
+            self._stepper.earlier_guards.append(last)
 
     def _withheld_last_step(self) -> bool:
         """Returns True if the guard skipped the last step that the device has finished."""
@@ -734,9 +744,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If no step has been taken since ``track_grad_norms`` was set, or since
-                ``load_state_dict`` or ``rebuild``.
+                ``load_state_dict``.
         """
-        stepped = self._plan.params
+        stepped = self._stepper.normed_params
         grad_norms = self.grad_norms
         if grad_norms is None or len(grad_norms) != len(stepped):
             raise RuntimeError(
@@ -753,7 +763,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def track_step_applied(self) -> None:
         """Makes every later step write to :attr:`step_applied` whether it was applied."""
-        self._plan.compiled.track_step_applied()
+        self._stepper.compiled.tracks_step_applied = True
 
     @property
     def step_applied(self) -> Tensor | None:
@@ -765,10 +775,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._report("step_applied")
 
     def _report(self, name: str) -> Tensor | None:
-        if self.offload is not None:
-            return self.offload.reports.get(name)
-        report: Tensor | None = getattr(self._plan.compiled, name)
-        return report
+        if self.offload is None:
+            report: Tensor | None = getattr(self._stepper.compiled, name)
+            return report
+        report = getattr(self.offload.inner._stepper.compiled, name)
+        return None if report is None else report.to(self._first_device(), non_blocking=True)
 
     # State dicts, pickles and copies.
 
@@ -829,11 +840,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the contents for a pickle or a copy, including a failure of an earlier step."""
+        """Returns the contents for a pickle or a copy."""
         self.check_weights_are_in(f"{type(self).__name__}.__getstate__")
         state: dict[str, Any] = super().__getstate__()
-        if self._plan.compiled.failure:
-            state["_progress"] = self._plan.compiled.failure
         if self.track_grad_norms:
             state["track_grad_norms"] = True
         if self.norm_guard is not None:
@@ -844,27 +853,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Restores an optimizer from a pickle, a copy or a checkpoint; adds missing options."""
         defaults = state.get("defaults", vars(self).get("defaults", {}))
         otherwise = defaults_of(type(self))
-        for name in ops.configured_options():  # files of earlier releases may lack some options
+        for name in CONFIGURED_OPTIONS:  # files of earlier releases may lack some options
             if name in otherwise:
                 defaults.setdefault(name, otherwise[name])
         for group in state["param_groups"]:
             for name, value in defaults.items():
                 group.setdefault(name, value)
         state = dict(state)
-        failure = state.pop("_progress", None) or ""
+        state.pop("_progress", None)  # of earlier releases
         tracks = state.pop("track_grad_norms", False)
         guard = state.pop("norm_guard", None)
-        plan = vars(self).get("_plan")
-        if plan is None:
-            plan = state["_plan"] = StepPlan(type(self).__name__, self.description, failure)
-        else:
-            plan.reset()
-        # torch's method stores everything in one assignment, which an interrupt can't split.
+        if "_stepper" not in vars(self):
+            name = type(self).__name__
+            state["_stepper"] = Stepper(name, self.description.hyperparameters)
+        # torch's method stores everything in one assignment.
         super().__setstate__(state)
-        if plan.compiled.failure != failure:
-            plan.reset(failure)
-        if self.gradient_release is not None:
-            self.gradient_release.forget()
+        self._stepper.compiled.forget_masters()
+        self._stepper.compiled.forget_scan()
+        self._stepper.grad_norms = None
         if self.offload is not None:
             self.offload.forget()
         if tracks:

@@ -6,23 +6,29 @@ import contextlib
 import sys
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
-from amp_ext import ops
-from amp_ext.amp_protocol import AmpStepContext, GradScan, takes_released_gradients
-from amp_ext.nonfinite import params_of
+from amp_ext.amp_protocol import AmpStepContext, GradScan, takes_released_gradients, to_device
+from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.grad_norms import norms_of_grads
-from amp_ext.optim.state_store import PlacedParam, States, StepTensors, init_states
-from amp_ext.optim.step_plan import place_params
-from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
+from amp_ext.sharding import is_dtensor, is_flattened
 
 __all__ = ["GradientRelease", "release_gradients"]
+
+_WRONG_SCALER = (
+    "the gradients of this optimizer are released with another scaler, or without one. Pass this "
+    "scaler when you release them."
+)
 
 
 def release_gradients(
@@ -42,15 +48,16 @@ def release_gradients(
 
     An iteration ends with ``step`` (with a scaler: with ``update``). If a batch is given up after
     some of its gradients were used, call ``optimizer.zero_grad()``; a warning says how many
-    parameters have been stepped. The options of the groups are read at the first gradient of an
-    iteration and must stay unchanged until its end.
+    parameters have been stepped. An option of a group that changes, such as ``lr``, counts from the
+    next gradient on.
 
     Args:
         optimizer: An optimizer of ``amp_ext.optim``.
         scaler: The ``amp_ext.GradScaler`` that scales the losses, or None without scaling.
-        replicated: False asserts that in a run of several ranks the parameters are not replicas of
-            each other. Hooks run before DistributedDataParallel reduces gradients, so replicas
-            would drift apart, and several ranks are refused unless the parameters are DTensors.
+        replicated: False asserts that the parameters are no replicas of those of other ranks, and
+            not in DistributedDataParallel. Hooks run before DistributedDataParallel reduces
+            gradients, so a process with a process group is refused unless the parameters are
+            DTensors.
 
     Returns:
         The handle, also a context manager. The optimizer keeps it alive.
@@ -59,8 +66,9 @@ def release_gradients(
         TypeError: If ``optimizer`` or ``scaler`` is of another class.
         ValueError: If ``replicated`` is True.
         RuntimeError: If the optimizer clips by the norm of all gradients, has a norm guard, writes
-            gradients back, or releases its gradients already; if the scaler has a process group; or
-            if the parameters are replicas, flattened by FSDP1, or sharded while there is a scaler.
+            gradients back, has a ``step`` of its own, or releases its gradients already; if the
+            scaler has a process group; or if the parameters are released by another optimizer,
+            replicas, flattened by FSDP1, or sharded while there is a scaler.
 
     Example:
         >>> release = amp_ext.optim.release_gradients(optimizer, scaler)
@@ -80,23 +88,45 @@ def release_gradients(
             f"{type(optimizer).__name__}"
         )
     if scaler is not None and not takes_released_gradients(scaler):
+        kind = type(scaler)
         raise TypeError(
             "release_gradients: scaler must be an amp_ext.GradScaler or None, got "
-            f"{type(scaler).__module__}.{type(scaler).__qualname__}"
+            f"{kind.__module__}.{kind.__qualname__}"
         )
     if replicated not in (None, False):
         raise ValueError(
-            f"release_gradients: replicated must be None or False, got {replicated!r}. Replicated "
-            "parameters would drift apart, because hooks run before gradients are reduced."
+            f"release_gradients: replicated must be None or False, got {replicated!r}. Hooks run "
+            "before gradients are reduced, so replicas would drift apart."
         )
     if optimizer.gradient_release is not None:
         raise RuntimeError(
             "release_gradients: this optimizer releases its gradients already. Call remove() of "
             "the first release before."
         )
-    if scaler is not None and not scaler.is_enabled():
-        scaler = None
-    return GradientRelease(optimizer, scaler, replicated is False)
+    is_enabled = scaler is not None and scaler.is_enabled()
+    return GradientRelease(optimizer, scaler if is_enabled else None, replicated is False)
+
+
+class _Hook:
+    """The hook of one parameter.
+
+    A strong reference to the release would keep the optimizer alive through autograd.
+    """
+
+    def __init__(self, release: GradientRelease) -> None:
+        self.release = weakref.ref(release)
+
+    @_disable_dynamo  # a compiled function may call backward()
+    def __call__(self, param: Tensor) -> None:
+        release = self.release()
+        if release is not None and not release._is_paused:
+            release._on_gradient(param)
+
+    def is_of_other(self, release: GradientRelease, param: Tensor) -> bool:
+        """Returns True if another optimizer still steps the parameter with this hook."""
+        mine = self.release()
+        owner = None if mine is None or mine is release else mine._optimizer()
+        return owner is not None and any(each is param for each in params_of(owner))
 
 
 class GradientRelease:
@@ -114,24 +144,27 @@ class GradientRelease:
         self._scaler = scaler
         self._are_different = are_different
         self._name = type(optimizer).__name__
-        self._compiled = ops.GradientRelease(self._name, scaler)
+        self._handles: list[Any] = []
         self._is_paused = False
-        self._known: tuple[Any, ...] = ()  # inputs of the list of parameters below
-        self._params: list[PlacedParam] = []
-        self._hooks: dict[int, Any] = {}  # handles, by the id of the parameter
-        self._norms: dict[int, Tensor] = {}  # norms of gradients in this iteration, by id
-        self._check_scaler_ranks()
-        if optimizer.offload is not None:
-            optimizer.offload.synchronize()
-        self._check_options(optimizer)
-        self._place_params(optimizer)
+        self._is_open = False  # True from the first gradient of an iteration to its scan
+        self._scale: Tensor | None = None  # the loss scale of this iteration, where steps run
+        self._last_scale: tuple[Tensor, int] | None = None  # before its update, and its version
+        # The parameters that were stepped in this iteration, with the norms of their gradients.
+        self._stepped: dict[Tensor, Tensor | None] = {}
+        # The flag of each gradient, and for each device the index of the first nonfinite one.
+        self._found_infs: list[Tensor] = []
+        self._first_nonfinites: dict[torch.device, Tensor] = {}
+        self._settings: Any = None  # whether norms are tracked, and whether there may be ranks
+        self._check(optimizer)
+        for param in params_of(optimizer):
+            self._hook(param)
         optimizer.gradient_release = self
 
     def remove(self) -> None:
         """Removes the hooks: later backward passes accumulate gradients, and ``step`` uses them."""
-        for handle in self._hooks.values():
+        for handle in self._handles:
             handle.remove()
-        self._hooks.clear()
+        self._handles.clear()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.gradient_release is self:
             self.give_up()
@@ -158,51 +191,86 @@ class GradientRelease:
 
     def _hook(self, param: Tensor) -> None:
         """Registers the hook of a parameter that requires a gradient, unless it has one."""
-        if id(param) in self._hooks:
+        if any(hook.release() is self for hook in _hooks_of(param)):
             # torch.utils.swap_tensors, which Module.to may call, leaves autograd's half of the
             # hooks with the other tensor. Setting the dict again installs it.
-            hooks = param._post_accumulate_grad_hooks
-            param._post_accumulate_grad_hooks = hooks
-            return
-        if not param.requires_grad:
-            return
-        reference = weakref.ref(self)  # otherwise a cycle through autograd would keep all alive
-
-        def on_gradient(param: Tensor) -> None:
-            release = reference()
-            if release is not None and not release._is_paused:
-                release._on_gradient(param)
-
-        self._hooks[id(param)] = param.register_post_accumulate_grad_hook(on_gradient)
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+        elif param.requires_grad and not is_lazy(param):
+            self._check_param(param)
+            self._handles.append(param.register_post_accumulate_grad_hook(_Hook(self)))
 
     def _on_gradient(self, param: Tensor) -> None:
-        """Steps a parameter and frees its gradient."""
-        optimizer = self._optimizer()
-        if optimizer is None:
+        """Steps a parameter and frees its gradient, unless the parameter is in no group."""
+        optimizer, grad = self._optimizer(), param.grad
+        if optimizer is None or grad is None:
             return
-        if optimizer._plan.averages_are_in:
+        if optimizer._stepper.averages_are_in:
             optimizer.check_weights_are_in(f"{self._name}: a step in the backward pass")
-        offload, plan = optimizer.offload, optimizer._plan.compiled
-        if optimizer.track_grad_norms and param.grad is not None:
-            scale = None if self._scaler is None else self._scaler._scale
-            self._norms[id(param)] = norms_of_grads([param.grad], scale, param.grad.device)[0]
-        if offload is None:
-            self._compiled.on_gradient(plan, self, optimizer, param)
-            return
-        inner = offload.inner
+        if not self._is_open:  # two threads may both begin
+            self._begin(optimizer)
+        if param in self._stepped:
+            raise RuntimeError(
+                f"{self._name}: {self._name_of(param)} got another gradient after "
+                f"{self._progress()} had been stepped in this iteration. Run all but its last "
+                "backward() inside release.paused(). End an iteration with step() (with a scaler, "
+                "update()), or with optimizer.zero_grad() if its batch is given up."
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"{self._name}: released gradients can't be part of a graph. Call backward() "
+                "without create_graph=True, or release.remove() first."
+            )
+        if optimizer.offload is None:
+            is_stepped = self._step(optimizer, param)
+        else:
+            is_stepped = optimizer.offload.step_in_backward(param, self._step)
+        if is_stepped:
+            norm = None
+            if optimizer.track_grad_norms:
+                scale = None if self._scaler is None else self._scaler._scale
+                norm = norms_of_grads([grad], scale, grad.device)[0]
+            self._stepped[param] = norm
+            param.grad = None
 
-        def step(host: Tensor) -> None:
-            self._compiled.on_gradient(inner._plan.compiled, self, inner, host)
+    def _step(self, optimizer: FusedOptimizer, param: Tensor) -> bool:
+        """Steps a parameter that has its gradient; returns False if it is in no group.
 
-        def copy_and_step() -> None:
-            try:
-                self._compiled.open(plan, self)
-            except RuntimeError:
-                offload.raise_error()  # the cause, if a step in the thread has failed
-                raise
-            offload.step_in_backward(param, step)
+        Args:
+            optimizer: The optimizer; if states are offloaded, the inner one.
+            param: The parameter, or its host copy.
+        """
+        scale = self._scale
+        if scale is None:
+            return optimizer.take_step([param]) > 0
+        found = optimizer.take_scan([param], None, scale)
+        if not found:
+            return False
+        found_inf, first_nonfinite, *_ = found[0]
+        optimizer.take_step([param], scale, found_inf, is_of_scaler=True)
+        self._first_nonfinites[found_inf.device] = first_nonfinite
+        self._found_infs.append(found_inf)
+        return True
 
-        self._compiled.in_turn(copy_and_step)
+    def _begin(self, optimizer: FusedOptimizer) -> None:
+        """Begins an iteration."""
+        self._check(optimizer)
+        scale = None if self._scaler is None else self._scaler._scale
+        if self._scaler is not None:
+            if scale is None:
+                raise RuntimeError(
+                    f"{self._name}: the gradients are not scaled. Call scaler.scale(loss)."
+                    "backward() with the scaler with which they are released."
+                )
+            last = self._last_scale
+            if last is not None and last[0] is scale and last[1] == scale._version:
+                raise RuntimeError(
+                    f"{self._name}: a gradient arrived after step(), before the scaler's update(). "
+                    "Call scaler.update() after each scaler.step()."
+                )
+        offload = optimizer.offload
+        self._scale = scale if offload is None else offload.begin_backward(scale)
+        self._last_scale = None
+        self._is_open = True
 
     @property
     def _owner(self) -> FusedOptimizer:
@@ -210,187 +278,178 @@ class GradientRelease:
         assert optimizer is not None
         return optimizer
 
-    def _stepped(self) -> FusedOptimizer:
-        """Returns the optimizer that hooks step: with offloaded states, the inner one."""
-        optimizer = self._owner
-        return optimizer if optimizer.offload is None else optimizer.offload.inner
+    def _progress(self) -> str:
+        return f"{len(self._stepped)} of {len(params_of(self._owner))} parameters"
 
-    def _place_params(self, optimizer: FusedOptimizer) -> None:
-        """Checks and lists the parameters of all groups, if anything about them has changed."""
-        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        settings = optimizer.track_grad_norms, has_ranks and not self._are_different
-        beside = optimizer._stored_beside
-        ids = [[id(beside(param)) for param in group["params"]] for group in optimizer.param_groups]
-        known = *settings, ids
-        if known == self._known:
-            return
-        specs = [optimizer.state_spec_of(group) for group in optimizer.param_groups]
-        _, params, rows = place_params(self._name, optimizer, specs)
-        for placed in params:
-            self._check_param(placed, *settings)
-        for placed in params:
-            self._hook(placed.param)
-        self._compiled.register_params([(*row[:2], beside(row[2]), *row[3:]) for row in rows])
-        self._params = [placed._replace(param=beside(placed.param)) for placed in params]
-        self._known = known
-
-    # The compiled hook calls the methods below.
-
-    def _begin(self) -> None:
-        """Begins an iteration."""
-        optimizer = self._owner
-        self._check_no_guard(optimizer)
-        self._check_scaler_ranks()
-        _check_can_step()
-        scale = grad_scale = None if self._scaler is None else self._scaler._scale
-        if optimizer.offload is not None:
-            grad_scale = optimizer.offload.begin_backward(scale)
-        self._place_params(optimizer)
-        plan = optimizer._plan.compiled
-        self._compiled.begin(plan, optimizer, self._stepped(), scale, grad_scale)
-
-    def _shard(self, param: Tensor) -> tuple[Tensor, Tensor | None]:
-        return local_tensor(param), local_grad(param, self._name)
-
-    def _init_state(self, index: int) -> tuple[States, list[StepTensors]]:
-        stepped, placed = self._stepped(), self._params[index]
-        spec = stepped.state_spec_of(stepped.param_groups[placed.group_index])
-        return init_states(stepped.state, [placed._replace(spec=spec)])
+    def _name_of(self, param: Tensor) -> str:
+        params = params_of(self._owner)
+        return name_of_param(self._owner, [*map(id, params)].index(id(param)))
 
     # The optimizer and the scaler call the methods below.
 
+    @outside_inference_mode()
     def scan(self) -> GradScan:
         """Steps parameters that still have gradients, and returns what all hooks have found."""
         optimizer = self._owner
         self._end_backward()
-        self._check_options(optimizer)
+        self._check(optimizer)
         for param in params_of(optimizer):
             if param.grad is not None:
                 self._hook(param)
                 self._on_gradient(param)
         self._end_backward()
-        flags, firsts = self._compiled.collect(self._stepped()._plan.compiled)
-        found_infs = {flag.device: flag for flag in flags}
-        first_nonfinites = {first.device: first for first in firsts}
-        return GradScan(found_infs, first_nonfinites, counts_tensors=True)
+        if self._is_open and self._scaler is not None:
+            scale = self._scaler._scale
+            self._last_scale = scale, scale._version
+        self._is_open = False
+        flags = defaultdict(list)
+        for found_inf in self._found_infs:
+            flags[found_inf.device].append(_on_current_stream(found_inf))
+        self._found_infs = []
+        found_infs = {device: torch.stack(each).sum() for device, each in flags.items()}
+        return GradScan(found_infs, dict(self._first_nonfinites), counts_tensors=True)
 
-    def step(self, amp_context: AmpStepContext, found_inf: Tensor | int | None) -> None:
-        """Completes the iteration in ``optimizer.step()``: norms, reports, and late gradients."""
-        scale, scan = amp_context.grad_scale, amp_context.scan
-        has_scale = scale is not None or amp_context.found_inf is not None
-        self._compiled.check_caller_of_step(has_scale, scan is not None)
-        if scan is None:
-            scan = self.scan()
-        stepped, offload = self._stepped(), self._owner.offload
-        if offload is not None and isinstance(found_inf, Tensor):
-            scale, found_inf = offload.read([scale, found_inf])
-        plan = stepped._plan.compiled
-        stepped._call_plan("step", plan.step, amp_context, scale, found_inf, None, None, has_scale)
-        self._compiled.complete(plan)
-        if offload is not None:
-            offload.complete_backward()
-        self._report_norms()
+    def check_step(self, amp_context: AmpStepContext) -> None:
+        """Refuses a step of another scaler, and one without the scaler of the release."""
+        has_scale = amp_context.grad_scale is not None or amp_context.found_inf is not None
+        if self._scaler is None and has_scale:
+            raise RuntimeError(f"{self._name}.step: {_WRONG_SCALER}")
+        if self._scaler is not None and amp_context.scan is None:
+            raise RuntimeError(
+                f"{self._name}.step: the gradients of this optimizer are released with a scaler, "
+                "which did not call this step. Call scaler.step(optimizer) with that scaler. To "
+                "create states without a step, call optimizer.init_state()."
+            )
 
-    def _report_norms(self) -> None:
-        """Stores the norms that the hooks have found as those of the step."""
-        optimizer, found = self._owner, self._norms
-        self._norms = {}
+    @outside_inference_mode()
+    def step(self, amp_context: AmpStepContext, found_inf: Tensor | None) -> None:
+        """Completes the iteration in ``optimizer.step()``: steps late gradients, and reports."""
+        optimizer = self._owner
+        scan = self.scan() if amp_context.scan is None else amp_context.scan
+        for param in params_of(optimizer):
+            if param.grad is not None:
+                self._on_gradient(param)
+        stepped = optimizer if optimizer.offload is None else optimizer.offload.inner
+        stepped.take_step(None, is_of_scaler=True)  # without gradients, for its reports
+        applied = stepped._stepper.compiled.step_applied
+        if applied is not None and self._stepped:
+            skipped = [to_device(flag, applied.device) for flag in scan.found_infs.values()]
+            applied.copy_(sum(skipped, torch.zeros_like(applied)) == 0)
+        optimizer._stepper.grad_norms = self._norms(optimizer)
+        optimizer._stepper.normed_params = params_of(optimizer)
+        self._stepped = {}
+
+    def _norms(self, optimizer: FusedOptimizer) -> Tensor | None:
+        """Returns the norms of the gradients of this iteration, if norms are tracked."""
         params = params_of(optimizer) if optimizer.track_grad_norms else []
-        norms = [found.get(id(param)) for param in params]
-        for norm in norms:
-            if norm is not None and norm.is_cuda:  # a hook may have run on another stream
-                norm.record_stream(torch.cuda.current_stream(norm.device))
-        # The norm of a norm is the norm itself.
-        optimizer._plan.grad_norms = (
-            norms_of_grads(norms, None, params[0].device) if norms else None
-        )
+        if not params:
+            return None
+        norms = [self._stepped.get(param) for param in params]
+        found = [None if norm is None else _on_current_stream(norm) for norm in norms]
+        return norms_of_grads(found, None, params[0].device)  # the norm of a norm is the norm
 
     def give_up(self) -> None:
         """Ends an iteration whose batch is given up, and warns if parameters were stepped."""
-        self._norms = {}
-        self._end_backward(is_given_up=True)
-        warning = self._compiled.give_up(self._stepped()._plan.compiled)
-        if warning:
-            warnings.warn(warning, stacklevel=3)
+        progress = self._progress() if self._stepped else ""
+        try:
+            self._end_backward()
+        finally:
+            self._is_open, self._stepped, self._found_infs = False, {}, []
+        if progress:
+            warnings.warn(
+                f"{self._name}.zero_grad: the iteration ended without step(). {progress} had been "
+                "stepped in its backward pass and stay so.",
+                stacklevel=3,
+            )
 
-    def forget(self) -> None:
-        """Drops all states, which the next hooks take again from the optimizer."""
-        self._compiled.forget(self._stepped()._plan.compiled)
-
-    def _end_backward(self, is_given_up: bool = False) -> None:
+    def _end_backward(self) -> None:
         """Waits for the steps of offloaded parameters, which run in a thread."""
-        offload = self._owner.offload
-        if offload is not None:
-            offload.end_backward(is_given_up)
+        if self._owner.offload is not None:
+            self._owner.offload.end_backward(self._stepped)
 
     def check_scaler(self, scaler: Any, operation: str) -> None:
         """Refuses an operation of a scaler that does not fit: another one, or ``unscale_``."""
-        self._compiled.check_scaler(scaler, operation)
+        if scaler is not self._scaler:
+            raise RuntimeError(f"GradScaler.{operation}: {_WRONG_SCALER}")
+        if operation == "unscale_":
+            raise RuntimeError(
+                "GradScaler.unscale_ needs all gradients at once, but this optimizer releases them "
+                "during backward(). Call remove() of the release first."
+            )
 
     # Checks.
 
-    def _check_options(self, optimizer: FusedOptimizer) -> None:
-        """Refuses options that need all gradients at once, or gradients that stay."""
-        self._check_no_guard(optimizer)
-        self._compiled.check_options(optimizer._plan.compiled, optimizer)
-
-    def _check_no_guard(self, optimizer: FusedOptimizer) -> None:
-        if optimizer.norm_guard is not None:
-            raise RuntimeError(
-                f"{self._name}: gradients can't be released with a norm_guard, which needs all "
-                "gradients at once. Remove the guard."
-            )
-
-    def _check_scaler_ranks(self) -> None:
-        """Refuses a scaler whose ranks must agree before any of them steps."""
-        if self._scaler is not None and self._scaler._reduces_over() is not None:
-            raise RuntimeError(
-                f"{self._name}: gradients can't be released with a scaler that has a "
-                "process_group, which needs all gradients at once. Construct the scaler without it."
-            )
-
-    def _check_param(
-        self, placed: PlacedParam, tracks_grad_norms: bool, are_replicas: bool
-    ) -> None:
-        param, wrong = placed.param, None
-        if is_flattened(param):
-            wrong = "FSDP1 has flattened it. Use fully_shard"
-        elif is_dtensor(param):
-            mesh: Any = param.device_mesh  # type: ignore[attr-defined]
-            if self._scaler is not None:
-                wrong = (
-                    "it is sharded, and no hook knows the ranks that must skip together. Train in "
-                    "bfloat16, which needs no scaler"
+    def _check(self, optimizer: FusedOptimizer) -> None:
+        """Refuses what can't work when each gradient is used and freed before the next one."""
+        scaler, groups = self._scaler, optimizer.param_groups
+        compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+        reads_scaled = type(optimizer) if scaler is None else optimizer
+        refused = {
+            "a norm_guard": optimizer.norm_guard is not None,
+            "max_grad_norm (clip_value works)": any(
+                group["max_grad_norm"] is not None for group in groups
+            ),
+            "write_back_grads": any(group["write_back_grads"] for group in groups),
+            "a scaler that has a process_group": (
+                scaler is not None and scaler._reduces_over() is not None
+            ),
+            "the step() of a subclass, or _step_supports_amp_scaling = False": (
+                not reads_scaled._step_supports_amp_scaling
+            ),
+            "compiled autograd": getattr(compiled_autograd, "in_compiled_autograd_region", False),
+            "the capture of a CUDA graph": (
+                torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            ),
+        }
+        for what, is_wrong in refused.items():
+            if is_wrong:
+                raise RuntimeError(
+                    f"{self._name}: gradients can't be released with {what}, because each is used "
+                    "and freed before the next one exists. Do without, or call release.remove()."
                 )
-            elif tracks_grad_norms:
-                wrong = "it is sharded. Set optimizer.track_grad_norms = False"
-            elif mesh.device_type != param.device.type:
-                wrong = (
-                    "it is offloaded, and its gradient may still be on the way. Use fully_shard "
-                    "without CPUOffloadPolicy"
+        has_ranks = dist.is_available() and dist.is_initialized() and not self._are_different
+        settings = optimizer.track_grad_norms, has_ranks
+        if settings != self._settings:
+            self._settings = settings
+            for param in params_of(optimizer):
+                self._check_param(param)
+
+    def _check_param(self, param: Any) -> None:
+        """Refuses a parameter whose gradient no hook can use."""
+        tracks_grad_norms, has_ranks = self._settings
+        is_sharded, has_scaler = is_dtensor(param), self._scaler is not None
+        is_on_mesh = not is_sharded or param.device_mesh.device_type == param.device.type
+        refused = {
+            "FSDP1 has flattened it. Use fully_shard": is_flattened(param),
+            "its ranks must skip together. Train in bfloat16, which needs no scaler": (
+                is_sharded and has_scaler
+            ),
+            "it is sharded. Set optimizer.track_grad_norms = False": (
+                is_sharded and tracks_grad_norms
+            ),
+            "it may still be on the way. Use fully_shard without CPUOffloadPolicy": not is_on_mesh,
+            "DistributedDataParallel would reduce it too late. Use fully_shard, or pass "
+            "replicated=False if this model is no replica": has_ranks and not is_sharded,
+            "another optimizer releases it. Call remove() of that release": any(
+                hook.is_of_other(self, param) for hook in _hooks_of(param)
+            ),
+        }
+        for why, is_wrong in refused.items():
+            if is_wrong:
+                name = self._name_of(param)
+                raise RuntimeError(
+                    f"{self._name}: the gradient of {name} can't be released: {why}."
                 )
-        elif are_replicas:
-            wrong = (
-                "there are several ranks, whose replicas would drift apart, because hooks run "
-                "before DistributedDataParallel reduces. Use fully_shard, or pass replicated=False "
-                "if the ranks train different models"
-            )
-        if wrong is not None:
-            raise RuntimeError(
-                f"{self._name}: param of {placed}: its gradient can't be released: {wrong}."
-            )
 
 
-def _check_can_step() -> None:
-    """Refuses compiled autograd and the capture of CUDA graphs, where no hook can step."""
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
-        raise RuntimeError(
-            "release_gradients: compiled autograd does not run hooks one by one. Disable it, or "
-            "call release.remove() first."
-        )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "release_gradients: parameters can't be stepped while a CUDA graph is captured. Call "
-            "release.remove() before the capture."
-        )
+def _hooks_of(param: Tensor) -> list[_Hook]:
+    """Returns the hooks of releases that a parameter has."""
+    hooks = param._post_accumulate_grad_hooks or {}
+    return [hook for hook in hooks.values() if isinstance(hook, _Hook)]
+
+
+def _on_current_stream(found: Tensor) -> Tensor:
+    """Returns what a hook, maybe on another stream, has found, for use on the current stream."""
+    if found.is_cuda:
+        found.record_stream(torch.cuda.current_stream(found.device))
+    return found

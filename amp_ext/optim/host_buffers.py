@@ -2,186 +2,155 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_ext.optim.transport import Transport
+from amp_ext.sharding import is_dtensor, local_tensor
 
-__all__ = [
-    "BUFFERS",
-    "Chunks",
-    "HookBuffers",
-    "HostCopy",
-    "Layout",
-    "Seen",
-    "aligned_bytes",
-    "is_dense",
-    "set_grad",
-    "strided",
-]
+__all__ = ["BUFFERS", "GradBuffers", "HostCopy", "aligned_bytes", "is_dense", "strided"]
 
 #: Buffers for gradients: one is stepped while the next one arrives.
 BUFFERS = 2
 _ALIGNMENT = 64  # bytes
 
 
-class Seen(NamedTuple):
-    """Tells whether a parameter was written."""
-
-    address: int
-    version: int
-
-    @classmethod
-    def of(cls, param: Tensor) -> Seen:
-        """Returns what tells now."""
-        return cls(param.data_ptr(), param._version)
-
-
 class HostCopy:
-    """The host copy of a parameter, and the parameter as it was when both were equal."""
+    """The host copy of a parameter, and what the parameter was when both were equal.
 
-    def __init__(self, tensor: Tensor, is_copy: bool = True) -> None:
-        self.tensor = tensor
-        self.is_copy = is_copy  # False if `tensor` is empty, because the parameter is frozen
-        self.seen: Seen | None = None  # what is in the copy; None: nothing yet
-
-    def fits(self, param: Tensor) -> bool:
-        """Returns True if the parameter has still the dtype and layout of the copy."""
-        ours = self.tensor
-        return (ours.dtype, ours.shape, ours.stride()) == (
-            param.dtype,
-            param.shape,
-            param.stride(),
-        )
-
-
-class Layout:
-    """The chunks of a step, and the place of each gradient in the memory of its chunk."""
-
-    def __init__(self, grads: list[Tensor | None], chunk_bytes: int) -> None:
-        self._kinds = list(map(_kind, grads))
-        self._gaps = [
-            index for index, grad in enumerate(grads) if grad is not None and not is_dense(grad)
-        ]
-        #: Index after the last parameter of each chunk.
-        self.ends: list[int] = []
-        self._places: list[tuple[int, int]] = []  # chunk and offset in its memory
-        self.buffer_bytes = offset = 0
-        for index, grad in enumerate(grads):
-            size = 0 if grad is None else aligned_bytes(grad)
-            if offset and offset + size > chunk_bytes:
-                self.ends.append(index)
-                offset = 0
-            self._places.append((len(self.ends), offset))
-            offset += size
-            self.buffer_bytes = max(self.buffer_bytes, offset)
-        self.ends.append(len(grads))
-        #: Host memory of each gradient.
-        self.views: list[Tensor | None] = []
-
-    def fits(self, grads: list[Tensor | None]) -> bool:
-        """Returns True if these gradients have the dtypes and layouts of this layout's."""
-        return self._kinds == list(map(_kind, grads))
-
-    def close_gaps(self, grads: list[Tensor | None]) -> None:
-        """Replaces gradients that have gaps or overlaps in memory by contiguous copies."""
-        for index in self._gaps:
-            grad = grads[index]
-            grads[index] = None if grad is None else grad.contiguous()
-
-    def place(self, ring: Tensor) -> None:
-        """Places the gradients in host memory of ``BUFFERS * buffer_bytes`` bytes."""
-        for index, kind in enumerate(self._kinds):
-            chunk, offset = self._places[index]
-            if kind is None:
-                self.views.append(None)
-                continue
-            dtype, shape, stride = kind
-            if index in self._gaps:
-                stride = torch.empty(shape, device="meta").stride()
-            start = chunk % BUFFERS * self.buffer_bytes + offset
-            self.views.append(strided(ring, start, dtype, shape, stride))
-
-
-class HookBuffers:
-    """The buffers for gradients of hooks, which are filled in turns."""
-
-    def __init__(self, memory: Tensor, buffer_bytes: int) -> None:
-        self._memory = memory
-        self.buffer_bytes = buffer_bytes
-        #: The buffer that is filled now.
-        self.index = 0
-        self._used = 0  # bytes of this buffer
-        #: The last step of each buffer.
-        self.futures: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
-
-    def place(self, grad: Tensor) -> Tensor:
-        """Returns host memory for a gradient. Waits until the next buffer is free, if it must."""
-        size = aligned_bytes(grad)
-        if self._used + size > self.buffer_bytes:
-            self.index, self._used = (self.index + 1) % BUFFERS, 0
-            last = self.futures[self.index]
-            if last is not None:
-                last.result()
-        start = self.index * self.buffer_bytes + self._used
-        self._used += size
-        return strided(self._memory, start, grad.dtype, grad.shape, grad.stride())
-
-
-class Chunks:
-    """Copies the gradients of each chunk down, and the updated parameters up.
-
-    The compiled step calls the methods, in the thread.
+    Args:
+        param: The parameter; for a DTensor, this rank's shard is copied.
+        local: Host memory with the layout of the shard; None if nothing reads the parameter,
+            because it is frozen.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: Layout,
-        params: list[tuple[Tensor, HostCopy]],
-        grads: list[Tensor | None],
-    ) -> None:
-        self.ends = layout.ends
+    def __init__(self, param: Tensor, local: Tensor | None) -> None:
+        """Makes the tensor that the inner optimizer steps, a DTensor if the parameter is one."""
+        self.is_copy = local is not None
+        if local is None:
+            self.local = self.tensor = torch.empty(0, dtype=param.dtype)
+        else:  # the tensor in ``data`` has a version counter of its own
+            self.local = local.data
+            self.tensor = _sharded_as(param, self.local)
+        self.group = 0  # of the parameter
+        self._seen: tuple[StorageWeakRef, int, int, int] | None = None
+
+    def fits(self, param: Tensor) -> bool:
+        """Returns True if the parameter has the dtype, the layout and the mesh of the copy."""
+        ours, theirs = self.local, local_tensor(param)
+        return (ours.dtype, ours.shape, ours.stride(), _spec_of(self.tensor)) == (
+            *(theirs.dtype, theirs.shape, theirs.stride()),
+            _spec_of(param),
+        )
+
+    def see(self, param: Tensor) -> None:
+        """Remembers that the copy has, or will have, what is in the parameter now."""
+        storage = local_tensor(param).untyped_storage()
+        self._seen = StorageWeakRef(storage), *self._versions(param)
+
+    def forget(self) -> None:
+        """Forgets what the copy has, so that the parameter is copied again."""
+        self._seen = None
+
+    @property
+    def is_known(self) -> bool:
+        """True from :meth:`see` to :meth:`forget`."""
+        return self._seen is not None
+
+    def writes(self, param: Tensor) -> int:
+        """Returns how often the parameter was written since :meth:`see`; -1 if it was replaced."""
+        if self._seen is None:
+            return -1
+        storage, address, *versions = self._seen
+        now_at, *now = self._versions(param)
+        if storage.cdata != local_tensor(param).untyped_storage()._cdata or now_at != address:
+            return -1
+        return max(new - old for new, old in zip(now, versions, strict=True))
+
+    @staticmethod
+    def _versions(param: Tensor) -> tuple[int, int, int]:
+        local = local_tensor(param)
+        return local.data_ptr(), param._version, local._version
+
+    def set_grad(self, grad: Tensor | None) -> None:
+        """Sets the gradient of the copy, also if it has another dtype.
+
+        Args:
+            grad: A gradient in host memory, or None.
+        """
+        self.tensor.grad = None
+        if grad is not None:
+            grad = _sharded_as(self.tensor, grad)
+            if getattr(self.tensor, "grad_dtype", grad.dtype) != grad.dtype:
+                self.tensor.grad_dtype = grad.dtype
+            self.tensor.grad = grad
+
+
+class GradBuffers:
+    """Two buffers for gradients in host memory, which are filled in turns.
+
+    Args:
+        transport: Allocates the memory.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        """Allocates nothing yet."""
         self._transport = transport
-        self._params, self._grads, self._views = params, grads, layout.views
-        self._events: list[Any] = []
-        for (_, host), view in zip(params, layout.views, strict=True):
-            set_grad(host.tensor, view)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = 0  # bytes of each buffer
+        self._index = self._used = 0
+        self._last: list[Future[None] | None] = [None] * BUFFERS  # the last step of each buffer
 
-    def begin(self, chunk: int) -> None:
-        """Waits for the gradients of a chunk, while those of the next one are copied."""
-        while len(self._events) < min(chunk + BUFFERS, len(self.ends)):
-            for index in self._indices(len(self._events)):
-                grad, view = self._grads[index], self._views[index]
-                if grad is not None and view is not None:
-                    self._transport.copy_down(view, grad)
-            self._events.append(self._transport.record_down())
-        self._transport.wait(self._events[chunk])
+    def reserve(self, size: int) -> None:
+        """Makes each buffer at least ``size`` bytes large."""
+        if size > self._size:
+            self._memory, self._size = self._transport.allocate(size * BUFFERS), size
+            self._index, self._used, self._last = 0, 0, [None] * BUFFERS
 
-    def end(self, chunk: int) -> None:
-        """Starts the copies of the updated parameters."""
-        for index in self._indices(chunk):
-            if self._grads[index] is None:
-                continue
-            self._grads[index] = None
-            param, host = self._params[index]
-            self._transport.copy_up(param, host.tensor)
-            increment_version(param)
-            host.seen = Seen.of(param)
+    def fits(self, grad: Tensor) -> bool:
+        """Returns True if a buffer can take a gradient."""
+        return aligned_bytes(grad) <= self._size
 
-    def _indices(self, chunk: int) -> range:
-        return range(self.ends[chunk - 1] if chunk else 0, self.ends[chunk])
+    def begin(self, size: int) -> None:
+        """Makes room for ``size`` bytes. Waits until the next buffer is free, if it must."""
+        if self._used + size > self._size:
+            self._index, self._used = (self._index + 1) % BUFFERS, 0
+            last = self._last[self._index]
+            if last is not None:
+                last.result()
+
+    def place(self, grad: Tensor) -> Tensor:
+        """Returns memory for a gradient, for which :meth:`begin` has made room."""
+        start = self._index * self._size + self._used
+        self._used += aligned_bytes(grad)
+        view = strided(self._memory, start, grad.dtype, grad.shape, grad.stride())
+        increment_version(view)  # the gradient is new, although its memory is not
+        return view
+
+    def like(self, grad: Tensor) -> Tensor:
+        """Returns memory with the dtype and the layout of a gradient, which nobody must read."""
+        return strided(self._memory, 0, grad.dtype, grad.shape, grad.stride())
+
+    def is_used_by(self, step: Future[None]) -> None:
+        """Remembers that a step reads the buffer that is filled now."""
+        self._last[self._index] = step
 
 
-def set_grad(host: Tensor, grad: Tensor | None) -> None:
-    """Sets the gradient of a host copy, also if it has another dtype."""
-    if grad is not None and grad.dtype != host.dtype:
-        host.grad_dtype = grad.dtype
-    host.grad = grad
+def _spec_of(tensor: Any) -> Any:
+    return tensor._spec if is_dtensor(tensor) else None
+
+
+def _sharded_as(param: Any, local: Tensor) -> Tensor:
+    """Returns a shard in host memory as a DTensor, if the parameter is one."""
+    if not is_dtensor(param):
+        return local
+    sharded: Tensor = type(param.data)(local, param._spec, requires_grad=False)
+    return sharded
 
 
 def aligned_bytes(tensor: Tensor) -> int:
@@ -194,10 +163,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == (
         tensor.stride()
     )
-
-
-def _kind(grad: Tensor | None) -> tuple[torch.dtype, torch.Size, tuple[int, ...]] | None:
-    return None if grad is None else (grad.dtype, grad.shape, grad.stride())
 
 
 def strided(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,27 +18,21 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
-from amp_ext.amp_protocol import AmpStepContext
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.formats import StateSpec, fits_blocks
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.host_buffers import (
     BUFFERS,
-    Chunks,
-    HookBuffers,
+    GradBuffers,
     HostCopy,
-    Layout,
-    Seen,
     aligned_bytes,
     is_dense,
-    set_grad,
     strided,
 )
 from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
-from amp_ext.optim.state_store import PlacedParam, init_states
+from amp_ext.optim.state_store import PlacedParam, init_states, put_states
 from amp_ext.optim.transport import CudaTransport, Transport, available_host_memory
-from amp_ext.sharding import is_dtensor, is_flattened
+from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
 __all__ = ["OffloadedStates", "offload_states"]
 
@@ -45,10 +40,15 @@ __all__ = ["OffloadedStates", "offload_states"]
 CHUNK_BYTES = 32 << 20
 _MOMENT_DTYPES: dict[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Step = Callable[[list[Tensor]], Any]  # steps host copies that have their gradients
 
 
 def offload_states(
-    optimizer: FusedOptimizer, pinned: bool = True, threads: int | None = None
+    optimizer: FusedOptimizer,
+    pinned: bool = True,
+    threads: int | None = None,
+    *,
+    transport: Transport | None = None,
 ) -> OffloadedStates:
     """Moves the masters and moments of an optimizer into host memory, where the CPU steps them.
 
@@ -68,6 +68,8 @@ def offload_states(
             ordinary memory.
         threads: Number of CPU threads of a step, or None for ``torch.get_num_threads()``. The
             calling thread waits during a step, so its own threads do not compete.
+        transport: Copies between the device of the parameters and the host, for tests and for other
+            devices than a GPU. None copies on two CUDA streams.
 
     Returns:
         The handle, also a context manager. The optimizer keeps it alive.
@@ -101,20 +103,22 @@ def offload_states(
         raise TypeError(f"offload_states: threads must be an int or None, got {threads!r}")
     if threads is not None and threads < 1:
         raise ValueError(f"offload_states: threads must be at least 1, got {threads}")
-    device = optimizer._first_device()
-    if device.type != "cuda":
-        raise RuntimeError(
-            f"offload_states: the parameters must be on a GPU, got {device}. States of parameters "
-            "on the CPU are in host memory anyway."
-        )
-    return OffloadedStates(optimizer, CudaTransport(device, pinned), threads)
+    if transport is None:
+        device = optimizer._first_device()
+        if device.type != "cuda":
+            raise RuntimeError(
+                f"offload_states: the parameters must be on a GPU, got {device}. States of "
+                "parameters on the CPU are in host memory anyway; a test may pass a transport."
+            )
+        transport = CudaTransport(device, pinned)
+    return OffloadedStates(optimizer, transport, threads)
 
 
 class OffloadedStates:
     """The handle from :func:`offload_states`.
 
     An inner optimizer of the same class has the host copies as parameters. Each state is one dict,
-    which both optimizers have under their own parameter.
+    which both optimizers have under their own parameter. Copies of a DTensor's shard are DTensors.
     """
 
     @outside_inference_mode()
@@ -134,31 +138,33 @@ class OffloadedStates:
             chunk_bytes: Bytes of gradients that are copied and stepped together.
         """
         self._name = type(optimizer).__name__
-        self._check_alone(optimizer)
+        if optimizer.offload is not None:
+            raise RuntimeError(
+                f"offload_states: the states of this {self._name} are offloaded already. Call "
+                "remove() of the first offload before."
+            )
         self._optimizer = weakref.ref(optimizer)  # the optimizer refers to this object
-        self._transport = transport
-        self._threads = threads
-        self._chunk_bytes = chunk_bytes
+        self._transport, self._threads, self._chunk_bytes = transport, threads, chunk_bytes
         #: An optimizer of the same class, whose parameters are the host copies.
         self.inner = _inner_of(optimizer)
         self._hosts: dict[Tensor, HostCopy] = {}  # by the parameter on the device
-        self._layout: Layout | None = None
-        self._ring = torch.empty(0, dtype=torch.uint8)
-        self._hook_buffers = HookBuffers(self._ring, 0)
-        #: Results of the last step, on the device of the parameters.
-        self.reports: dict[str, Tensor] = {}
-        self._error: BaseException | None = None  # error of a step in the backward pass
-        self._has_raised = False  # whether such an error was raised in this iteration
+        self._buffers = GradBuffers(transport)
+        # For each group, a learning rate that is a tensor, its version, and its value on the host.
+        self._rates: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._pid = 0
-        self._is_unfinished = False  # hooks or an interrupt may have left work in the thread
-        self._users: dict[str, int] = {}  # the thread that is inside step(), under "step"
+        self._work: concurrent.futures.Future[None] | None = None  # the last work of the thread
+        self._error: BaseException | None = None  # the first error of the thread
+        self._updated = 0  # parameters that the thread has stepped in this step
+        self.progress = ""  # how far the last step came, if it failed: "3 of 8 parameters"
+        self._lock = threading.RLock()  # of a step or a hook
         self._check_memory(optimizer)
-        self._prepare()
-        self._convert_states(optimizer, self.inner.state, self.host_of)
-        optimizer.rebuild()  # drops the plan's references to the old states
-        self._end_iteration(optimizer)
+        self.synchronize()
+        self._convert_states(self.inner.state, self.host_of)
+        if optimizer.gradient_release is not None:
+            optimizer.gradient_release.give_up()  # the place of states can't change in an iteration
         optimizer.offload = self
+        self._move_averages()
 
     @outside_inference_mode()
     def remove(self) -> None:
@@ -166,11 +172,12 @@ class OffloadedStates:
         optimizer = self._optimizer()
         if optimizer is None or optimizer.offload is not self:
             return
-        self._end_iteration(optimizer)
-        self._prepare()
-        self._convert_states(optimizer, optimizer.state, lambda param: param)
-        optimizer.rebuild()
+        if optimizer.gradient_release is not None:
+            optimizer.gradient_release.give_up()
+        self.synchronize()
+        self._convert_states(optimizer.state, lambda param: param)
         optimizer.offload = None
+        self._move_averages()
         self.inner.state.clear()
         self._hosts.clear()
         self._transport.close()
@@ -191,12 +198,6 @@ class OffloadedStates:
         assert optimizer is not None
         return optimizer
 
-    @staticmethod
-    def _end_iteration(optimizer: FusedOptimizer) -> None:
-        """Ends an iteration of released gradients, in which the place of states can't change."""
-        if optimizer.gradient_release is not None:
-            optimizer.gradient_release.give_up()
-
     # Host copies of parameters.
 
     def host_of(self, param: Tensor) -> Tensor:
@@ -208,106 +209,106 @@ class OffloadedStates:
         host = self._hosts.get(param)
         return host.tensor if host is not None and host.is_copy else param
 
+    @outside_inference_mode()
     def synchronize(self) -> None:
-        """Brings the host copies and the inner optimizer up to date, outside a step."""
-        with outside_inference_mode():
-            self._prepare()
-
-    def _prepare(self) -> None:
         """Makes the inner optimizer equal to the optimizer: parameters, options and states."""
-        optimizer = self._owner
-        self._await_thread()
-        params = params_of(optimizer)
+        self._settle()
+        self.progress = ""
+        optimizer, inner = self._owner, self.inner
         self._allocate_hosts(optimizer)
-        if [*map(id, self._hosts)] != [*map(id, params)]:
-            self._hosts = {param: self._hosts[param] for param in params}
         self._fetch()
-        inner = self.inner
-        inner.param_groups = [
-            {**group, "params": [self._hosts[param].tensor for param in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        states: defaultdict[Tensor, Any] = defaultdict(dict)
-        for param, host in self._hosts.items():
-            if param in optimizer.state:
-                states[host.tensor] = optimizer.state[param]
-            if host.is_copy and host.tensor.requires_grad != param.requires_grad:
-                host.tensor.requires_grad_(param.requires_grad)
-        if len(states) != len(inner.state) or any(
-            inner.state.get(host) is not state for host, state in states.items()
-        ):
-            inner.state = states
-        if inner._plan.compiled.failure:  # the optimizer has recovered by a load
-            inner._plan.reset("")
-        inner._plan.compiled.track_step_applied()
+        self._rates.clear()
+        inner.param_groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            hosts = [self._hosts[param] for param in group["params"]]
+            for param, host in zip(group["params"], hosts, strict=True):
+                host.group = index
+                host.tensor.requires_grad_(host.is_copy and param.requires_grad)
+            tensors = [host.tensor for host in hosts]
+            inner.param_groups.append({**self._options_of(index), "params": tensors})
+        states, hosts_of = optimizer.state, self._hosts.items()
+        known = {host.tensor: states[param] for param, host in hosts_of if param in states}
+        inner.state = defaultdict(dict, known)
+        inner.track_step_applied()
+
+    def _options_of(self, index: int) -> dict[str, Any]:
+        """Returns the options of a group, with its learning rate in host memory."""
+        options = {**self._owner.param_groups[index]}
+        del options["params"]
+        rate = options["lr"]
+        if isinstance(rate, Tensor):
+            known = self._rates.get(index)
+            if known is None or known[0] is not rate or known[1] != rate._version:
+                known = self._rates[index] = rate, rate._version, _on_host(rate)
+            options["lr"] = known[2]
+        return options
 
     def _allocate_hosts(self, optimizer: FusedOptimizer) -> None:
         """Allocates the host copies of new parameters, all in one block of memory."""
-        new: list[Tensor] = []
+        hosts: dict[Tensor, Any] = {}
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 host = self._hosts.get(param)
+                if host is not None and host.is_copy and not host.fits(param):
+                    host = None
                 if not _needs_copy(optimizer, param):
-                    if host is None:
-                        empty = torch.empty(0, dtype=param.dtype)
-                        self._hosts[param] = HostCopy(empty, is_copy=False)
-                elif (
-                    host is None
-                    or not (host.is_copy and host.fits(param))
-                    or param.device != self._transport.device
-                ):
+                    host = HostCopy(param, None) if host is None else host
+                elif host is None or not host.is_copy or param.device != self._transport.device:
                     self._check_param(param, f"group {group_index}, param {index}")
-                    new.append(param)
-        if not new:
-            return
-        slab = self._transport.allocate(sum(map(aligned_bytes, new)))
+                    host = None
+                hosts[param] = host
+        new = [param for param, host in hosts.items() if host is None]
+        size = sum(aligned_bytes(local_tensor(param)) for param in new)
+        slab = self._transport.allocate(size) if new else torch.empty(0, dtype=torch.uint8)
         offset = 0
         for param in new:
-            view = strided(slab, offset, param.dtype, param.shape, param.stride())
-            # The tensor in ``data`` has a version counter of its own.
-            self._hosts[param] = HostCopy(view.data.requires_grad_(param.requires_grad))
-            offset += aligned_bytes(param)
+            local = local_tensor(param)
+            view = strided(slab, offset, local.dtype, local.shape, local.stride())
+            hosts[param] = HostCopy(param, view)
+            offset += aligned_bytes(local)
+        self._hosts = {param: host for param, host in hosts.items() if host is not None}
+        if new and optimizer.offload is self:
+            self._move_averages()
 
     def _fetch(self) -> None:
         """Copies parameters that were written since the last step into their host copies."""
-        written = [
-            (param, host)
-            for param, host in self._hosts.items()
-            if host.is_copy and host.seen != Seen.of(param)
-        ]
+        hosts = self._hosts.items()
+        written = [(param, host) for param, host in hosts if host.is_copy and host.writes(param)]
         if not written:
             return
-        seen = [Seen.of(param) for param, _ in written]
         self._transport.begin()
         for param, host in written:
-            self._transport.copy_down(host.tensor, param)
+            host.see(param)
+            self._transport.copy_down(host.local, local_tensor(param))
         self._transport.wait(self._transport.record_down())
-        for (_, host), now in zip(written, seen, strict=True):
-            increment_version(host.tensor)  # lets the inner optimizer refresh the master
-            host.seen = now
+        # The inner optimizer refreshes masters of parameters that were written.
+        increment_version([tensor for _, host in written for tensor in (host.tensor, host.local)])
 
-    def _share_states(self, optimizer: FusedOptimizer, *params: Tensor) -> None:
+    def _share_states(self, params: Iterable[Tensor]) -> None:
         """Gives the optimizer the states that the inner optimizer has created."""
-        for param in params or self._hosts:
-            host = self._hosts[param].tensor
-            if host in self.inner.state and param not in optimizer.state:
-                optimizer.state[param] = self.inner.state[host]
+        ours, states = self.inner.state, self._owner.state
+        for param in params:
+            state = ours.get(self._hosts[param].tensor)
+            if state and states.get(param) is not state:
+                states[param] = state
 
     def _convert_states(
-        self,
-        optimizer: FusedOptimizer,
-        states: dict[Tensor, Any],
-        beside: Callable[[Tensor], Tensor],
+        self, states: dict[Tensor, Any], beside: Callable[[Tensor], Tensor]
     ) -> None:
         """Moves existing states to the device of the tensors that ``beside`` returns."""
+        optimizer = self._owner
         placed = [
             PlacedParam(optimizer.state_spec_of(group), beside(param), group_index, index)
             for group_index, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
             if states.get(beside(param))
         ]
-        changed, _ = init_states(states, placed)
-        ops.put_states(states, changed)
+        put_states(states, init_states(states, placed))
+
+    def _move_averages(self) -> None:
+        """Moves averages of the weights to the masters."""
+        for average in self._owner._stepper.weight_averages:
+            average.move_to_states()
 
     # Operations of the optimizer that read or write states.
 
@@ -315,274 +316,243 @@ class OffloadedStates:
         """Creates missing states in host memory."""
         self.synchronize()
         self.inner.init_state()
-        self._share_states(self._owner)
+        self._share_states(self._hosts)
 
     def refresh_masters(self) -> None:
         """Copies all parameters into host memory, and updates the masters there."""
         for host in self._hosts.values():
-            host.seen = None
+            host.forget()
         self.synchronize()
         self.inner.refresh_masters()
+
+    def forget(self) -> None:
+        """Forgets to which values masters were rounded, because states have been loaded."""
+        self._settle()
+        self.inner._stepper.compiled.forget_masters()
 
     def master_params(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Returns the masters in host memory; without masters, the host copies of parameters."""
         return self.inner.master_params([self.host_of(param) for param in params])
-
-    def forget(self) -> None:
-        """Drops what the inner optimizer knows of parameters and states."""
-        self._await_thread()
-        self.inner.rebuild()
 
     # Steps.
 
     @outside_inference_mode()
     def step(
         self,
-        amp_context: AmpStepContext,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         sum_of_squares: Tensor | None,
         max_norm: Tensor | None,
         is_of_scaler: bool,
     ) -> None:
-        """Updates all parameters that have a gradient; see ``FusedOptimizer.step``."""
-        thread = threading.get_ident()
-        try:
-            user = self._users.setdefault("step", thread)  # atomic
-            if user != thread:
-                raise RuntimeError(
-                    f"{self._name}.step: thread {thread} called the optimizer while thread {user} "
-                    "was inside a call of it. Let one thread at a time use it, for example with a "
-                    "lock."
-                )
-            found = found_inf, sum_of_squares
-            self._step(amp_context, is_of_scaler, grad_scale, *found, max_norm=max_norm)
-        finally:
-            if self._users.get("step") == thread:
-                del self._users["step"]
-
-    def _step(
-        self,
-        amp_context: AmpStepContext,
-        is_of_scaler: bool,
-        grad_scale: Tensor | None,
-        *found: Tensor | None,
-        max_norm: Tensor | None,
-    ) -> None:
-        optimizer = self._owner
+        """Updates all parameters that have a gradient; see ``FusedOptimizer.take_step``."""
+        optimizer, inner, stepper = self._owner, self.inner, self._owner._stepper
         self._check_can_step(optimizer)
-        prepare = optimizer._plan.compiled.prepare_copied_step
-        found = optimizer._call_plan("step", prepare, grad_scale, *found, is_of_scaler)
-        self._prepare()
-        inputs = self._read_inputs([grad_scale, *found, max_norm])
-        chunks = self._chunks()
+        with self._lock:
+            self.synchronize()
+            stepper.check_grads(optimizer, is_of_scaler)
+            found_inf, sum_of_squares = self._scan(grad_scale, found_inf, sum_of_squares)
+            grads = [(each, self._grad_of(each)) for each in self._hosts if each.grad is not None]
+            found_inf = _on_host(found_inf)
+            others = _on_host(sum_of_squares), _on_host(max_norm), is_of_scaler
+            grad_scale = _on_host(grad_scale)
+            self._reserve(dict(grads))
+            try:  # a step that is skipped checks all parameters, and creates missing states
+                for param, grad in grads:
+                    self._hosts[param].set_grad(self._buffers.like(grad))
+                inner.take_step(None, grad_scale, torch.ones(()), *others)
+            finally:
+                for param, _ in grads:
+                    self._hosts[param].set_grad(None)
+            self._share_states(param for param, _ in grads)
+            if found_inf is None or not found_inf:
+                inputs = grad_scale, found_inf, *others
+                self._step_in_chunks(grads, lambda hosts: inner.take_step(hosts, *inputs))
+            if grad_scale is not None:
+                stepper.mark_scaled(optimizer)
+            stepper.compiled.forget_scan()  # a later step would take its sum for its own
+
+    def _scan(
+        self, grad_scale: Tensor | None, found_inf: Tensor | None, sum_of_squares: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns found_inf and the sum of squares, after a scan if a step would scan gradients."""
+        optimizer, stepper = self._owner, self._owner._stepper
+        clips = any(group["max_grad_norm"] is not None for group in optimizer.param_groups)
+        lacks_sum = clips and sum_of_squares is None
+        if stepper.norm_spans_ranks(optimizer):
+            if lacks_sum:
+                sum_of_squares = optimizer._scan(None, grad_scale).sum_of_squares
+        elif lacks_sum or (found_inf is not None and stepper.grads_were_written(optimizer)):
+            for flag, _, _, total in optimizer.take_scan(None, None, grad_scale, clips):
+                found_inf = None if found_inf is None else found_inf + flag
+                sum_of_squares = total if lacks_sum else sum_of_squares
+        return found_inf, sum_of_squares
+
+    def _step_in_chunks(self, grads: list[tuple[Tensor, Tensor]], step: Step) -> None:
+        """Steps the parameters of one chunk after the other."""
+        chunk: list[tuple[Tensor, Tensor]] = []
+        size = self._updated = 0
         self._transport.begin()
-        self._run(lambda: self._step_on_host(amp_context, inputs, chunks))
-        self.report()
-
-    def _step_on_host(
-        self, amp_context: AmpStepContext, inputs: list[Tensor | None], chunks: Chunks
-    ) -> None:
-        """Steps the host copies. Runs in the thread, where no interrupt can stop it."""
-        inner, optimizer = self.inner, self._owner
         try:
-            step = inner._plan.compiled.step
-            inner._call_plan("step", step, amp_context, *inputs, True, chunks)
-            self._share_states(optimizer)
-            plan, had_scale = optimizer._plan.compiled, inputs[0] is not None
-            optimizer._call_plan("step", plan.remember_copied_step, had_scale)
-        except BaseException:
-            self._share_failure(optimizer)
+            for param, grad in grads:
+                if chunk and size + aligned_bytes(grad) > self._chunk_bytes:
+                    self._send(chunk, step)
+                    chunk, size = [], 0
+                chunk.append((param, grad))
+                size += aligned_bytes(grad)
+            if chunk:
+                self._send(chunk, step)
+            self._settle()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._settle()  # the chunks that were sent before are stepped
+            if self._updated:
+                self.progress = f"{self._updated} of {len(grads)} parameters"
+            elif hasattr(error, "add_note"):
+                error.add_note(f"{self._name}.step: no parameter was changed.")
             raise
+
+    def _send(self, chunk: list[tuple[Tensor, Tensor]], step: Step) -> None:
+        """Copies gradients down. Once they have arrived, the thread steps their parameters."""
+        self._buffers.begin(sum(aligned_bytes(grad) for _, grad in chunk))
+        views = []
+        for _, grad in chunk:
+            views.append(self._buffers.place(grad))
+            self._transport.copy_down(views[-1], grad)
+        arrived = self._transport.record_down()
+        for param, _ in chunk:
+            # Autograd refuses to read a saved parameter from now on.
+            increment_version([param, local_tensor(param)] if is_dtensor(param) else param)
+            self._hosts[param].see(param)
+        self._work = self._submit(functools.partial(self._step_chunk, chunk, views, arrived, step))
+        self._buffers.is_used_by(self._work)
+        if self._error is not None:
+            self._settle()
+
+    def _step_chunk(
+        self, chunk: list[tuple[Tensor, Tensor]], views: list[Tensor], arrived: Any, step: Step
+    ) -> None:
+        """Steps host copies, and starts the copies of the new parameters. Runs in the thread."""
+        params = [param for param, _ in chunk]
+        hosts = [self._hosts[param] for param in params]
+        if self._error is not None:
+            return  # nothing is stepped after an error, until it is raised
+        try:
+            self._transport.wait(arrived)
+            chunk.clear()  # frees the gradients, if hooks have released them
+            for host, view in zip(hosts, views, strict=True):
+                host.set_grad(view)
+            step([host.tensor for host in hosts])
+            self._updated += len(hosts)
+            self._share_states(params)
+            for param, host in zip(params, hosts, strict=True):
+                self._transport.copy_up(local_tensor(param), host.local)
+        except BaseException as error:
+            self._error = self._error or error
+            for host in hosts:
+                host.forget()  # the next step goes on from the parameter
         finally:
-            self._transport.join(self._transport.record_up())
-            for host in self._hosts.values():
-                host.tensor.grad = None
+            for host in hosts:
+                host.set_grad(None)
 
-    def _share_failure(self, optimizer: FusedOptimizer) -> None:
-        """Refuses further operations after an error between the launches of a step."""
-        if self.inner._plan.compiled.failure:
-            optimizer._plan.reset(self.inner._plan.compiled.failure)
+    def _grad_of(self, param: Tensor) -> Tensor:
+        """Returns the gradient of this rank's shard, without gaps in memory."""
+        name = f"grad of {self._place_of(param)}"
+        grad = local_grad(param, f"{self._name}.step: {name}")
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self._name}: the step does not support sparse gradients: {name}. Call "
+                "to_dense()."
+            )
+        return grad if is_dense(grad) else grad.contiguous()
 
-    def _read_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copies the inputs of a step and the learning rates that are tensors in one copy."""
-        rates = [group["lr"] for group in self.inner.param_groups]
-        read = self.read([*inputs, *(rate if isinstance(rate, Tensor) else None for rate in rates)])
-        for group, rate in zip(self.inner.param_groups, read[len(inputs) :], strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        return read[: len(inputs)]
-
-    def read(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copies small tensors into host memory, in one copy."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        if not present:
-            return list(tensors)
-        device = self._transport.device
-        flat = torch.cat([each.detach().reshape(-1).to(device, torch.float64) for each in present])
-        parts = iter(flat.cpu().split([tensor.numel() for tensor in present]))
-        return [
-            None if each is None else next(parts).to(each.dtype).reshape(each.shape)
-            for each in tensors
-        ]
-
-    def _chunks(self) -> Chunks:
-        """Returns the chunks of a step, with host memory for all gradients of a chunk."""
-        grads = [param.grad for param in self._hosts]
-        layout = self._layout
-        if layout is None or not layout.fits(grads):
-            layout = Layout(grads, self._chunk_bytes)
-            layout.place(self._reserve(layout.buffer_bytes))
-            self._layout = layout
-        layout.close_gaps(grads)
-        increment_version(self._ring)  # the gradients are new, although their memory is not
-        return Chunks(self._transport, layout, list(self._hosts.items()), grads)
+    def _reserve(self, grads: Mapping[Tensor, Tensor]) -> None:
+        """Makes buffers that are large enough for a chunk, and for each gradient."""
+        copies = [(param, host.local) for param, host in self._hosts.items() if host.is_copy]
+        sizes = [aligned_bytes(grads.get(param, local)) for param, local in copies]
+        self._buffers.reserve(self._buffer_bytes(sizes))
 
     def _buffer_bytes(self, sizes: list[int]) -> int:
         """Returns the bytes of a buffer for gradients of these sizes: a chunk, or the largest."""
         return min(sum(sizes), max([self._chunk_bytes, *sizes]))
 
-    def _reserve(self, buffer_bytes: int) -> Tensor:
-        """Returns the memory of the buffers for gradients, each of at least ``buffer_bytes``."""
-        if self._ring.numel() < buffer_bytes * BUFFERS:
-            self._ring = self._transport.allocate(buffer_bytes * BUFFERS)
-            self._layout = None  # its gradients are in the old buffers
-        return self._ring
-
-    def report(self) -> None:
-        """Copies the results of the step to the device."""
-        device = self._transport.device
-        for name in ("grad_norm", "step_applied"):
-            found = getattr(self.inner._plan.compiled, name)
-            if found is None:
-                self.reports.pop(name, None)
-                continue
-            if name not in self.reports or self.reports[name].shape != found.shape:
-                self.reports[name] = torch.empty_like(found, device=device)
-            self.reports[name].copy_(found, non_blocking=True)
-
     # Steps in the backward pass, for released gradients.
 
-    @outside_inference_mode()
     def begin_backward(self, grad_scale: Tensor | None) -> Tensor | None:
         """Prepares the inner optimizer for the hooks, and returns the loss scale on the host.
 
         Args:
             grad_scale: The loss scale, one float32, or None.
         """
-        self._prepare()
-        self._has_raised = False
-        return self._read_inputs([grad_scale])[0]
+        with self._lock:
+            self.synchronize()
+            self.inner._check_groups()  # or the thread would find a wrong option
+            return _on_host(grad_scale)
 
     @outside_inference_mode()
-    def step_in_backward(self, param: Tensor, step: Callable[[Tensor], None]) -> None:
-        """Steps a parameter in the thread once its gradient has arrived, and frees the gradient.
-
-        A later call raises an error of the thread.
+    def step_in_backward(
+        self, param: Tensor, step: Callable[[FusedOptimizer, Tensor], Any]
+    ) -> bool:
+        """Steps a parameter in the thread once its gradient has arrived.
 
         Args:
             param: The parameter.
-            step: Steps the host copy with which it is called, which then has the gradient.
+            step: Steps the host copy of the parameter, which then has the gradient.
+
+        Returns:
+            False if the parameter is in no group.
 
         Raises:
-            RuntimeError: If the gradient is sparse or part of a graph, or if the parameter was
-                frozen when the iteration began.
+            RuntimeError: If the gradient is sparse, or if the parameter was frozen when the
+                iteration began. Also an error of an earlier step in the thread.
         """
-        self.raise_error()
-        host, grad = self._hosts.get(param), param.grad
-        if host is None or grad is None:
-            return
-        wrong = None
+        host = self._hosts.get(param)
+        if host is None:
+            return False
         if not host.is_copy:
-            wrong = "a parameter was unfrozen within an iteration. Unfreeze it after step()"
-        elif grad.layout is not torch.strided:
-            wrong = "the step does not support sparse gradients. Call to_dense()"
-        elif grad.requires_grad:
-            wrong = (
-                "released gradients can't be part of a graph. Call backward() without "
-                "create_graph=True, or release.remove() first"
+            raise RuntimeError(
+                f"{self._name}: a parameter was unfrozen within an iteration. Unfreeze it after "
+                "step()."
             )
-        if wrong is not None:
-            raise RuntimeError(f"{self._name}: {wrong}.")
-        if not is_dense(grad):
-            grad = grad.contiguous()
-        if self._hook_buffers.buffer_bytes < aligned_bytes(grad):
-            sizes = [aligned_bytes(each.tensor) for each in self._hosts.values()]
-            widened = -(-grad.element_size() // param.element_size())  # float32 gradients
-            buffer_bytes = widened * self._buffer_bytes(sizes)
-            self._hook_buffers = HookBuffers(self._reserve(buffer_bytes), buffer_bytes)
-        view = self._hook_buffers.place(grad)
-        increment_version(view)
-        self._transport.begin()
-        self._transport.copy_down(view, grad)
-        arrived = self._transport.record_down()
-        # The copy reads the gradient, so the list keeps it until the thread has seen the event.
-        work = functools.partial(self._step_one, param, host, view, [grad], arrived, step)
-        increment_version(param)
-        host.seen = Seen.of(param)
-        self._hook_buffers.futures[self._hook_buffers.index] = self._submit(work)
-        param.grad = None
+        grad = self._grad_of(param)
+        group, options = self.inner.param_groups[host.group], self._options_of(host.group)
 
-    def _step_one(
-        self,
-        param: Tensor,
-        host: HostCopy,
-        view: Tensor,
-        grads: list[Tensor],
-        arrived: Any,
-        step: Callable[[Tensor], None],
-    ) -> None:
-        """Steps one parameter. Runs in the thread."""
-        optimizer, is_stepped = self._optimizer(), False
-        try:
-            self._transport.wait(arrived)
-            grads.clear()
-            set_grad(host.tensor, view)
-            step(host.tensor)
-            if optimizer is not None:
-                self._share_states(optimizer, param)
-            is_stepped = True
-            if host.seen != Seen.of(param):
-                name = name_of_param(optimizer, [*map(id, self._hosts)].index(id(param)))
-                raise RuntimeError(
-                    f"{self._name}: {name} was written after its gradient was released, before "
-                    "step() had copied it back. Write parameters after step() or zero_grad()."
-                )
-            self._transport.copy_up(param, host.tensor)
-        except BaseException as error:
-            self._error = self._error or error
-            if is_stepped:
-                self.inner._plan.reset("a parameter that could not be copied back")
-            if optimizer is not None:
-                self._share_failure(optimizer)
-        finally:
-            host.tensor.grad = None
+        def step_with_options(hosts: list[Tensor]) -> None:
+            group.update(options)  # in the thread, as earlier gradients have earlier options
+            step(self.inner, hosts[0])
 
-    def end_backward(self, is_given_up: bool = False) -> None:
-        """Waits for the steps of all hooks, and makes the current stream wait for the last copy.
+        with self._lock:
+            if not self._buffers.fits(grad):
+                self._reserve({param: grad})
+            self._transport.begin()
+            self._send([(param, grad)], step_with_options)
+        return True
 
-        Raises an error that occurred in the thread.
+    def end_backward(self, stepped: Iterable[Tensor]) -> None:
+        """Waits for the steps of hooks, and makes the current stream wait for the last copy.
 
         Args:
-            is_given_up: True if the batch is given up, so that the first error is enough.
+            stepped: The parameters of the hooks.
+
+        Raises:
+            RuntimeError: If a parameter was written after its gradient was released. Also the first
+                error of the thread.
         """
-        self._await_thread()
-        if is_given_up and self._has_raised:
-            self._error = None
-        self.raise_error()
-
-    def complete_backward(self) -> None:
-        """Completes an iteration: registers what was stepped, and copies the results up."""
-        optimizer = self._owner
-        optimizer._call_plan("step", optimizer._plan.compiled.remember_copied_step, False)
-        self.report()
-
-    def raise_error(self) -> None:
-        """Raises the error of a step in the thread, if there is one that was not raised yet."""
-        error, self._error = self._error, None
-        if error is not None:
-            self._has_raised = True
-            raise error
+        self._settle()
+        known = [each for each in stepped if each in self._hosts and self._hosts[each].is_known]
+        for param in [param for param in known if self._hosts[param].writes(param)]:
+            writes, storage = self._hosts[param].writes(param), _storage_of(param)
+            # Parameters that are views of one tensor may share a version, which each hook counts.
+            beside = sum(_storage_of(each) == storage for each in known) - 1
+            if not 0 <= writes <= beside:
+                self._hosts[param].forget()
+                raise RuntimeError(
+                    f"{self._name}: {self._place_of(param)} was written after its gradient was "
+                    "released, before step() had copied it back. Write parameters after step() or "
+                    "zero_grad()."
+                )
+            self._hosts[param].see(param)
 
     # The thread.
 
@@ -590,18 +560,7 @@ class OffloadedStates:
         if self._pool is None or self._pid != os.getpid():  # a fork copies no threads
             self._start_thread()
         assert self._pool is not None
-        self._is_unfinished = True
         return self._pool.submit(work)
-
-    def _run(self, work: Callable[[], None]) -> None:
-        """Runs a step in the thread. An interrupt is raised after the step."""
-        try:
-            error = self._submit(work).exception()
-            self._is_unfinished = False
-        finally:
-            self._await_thread()  # an interrupt has ended the line above
-        if error is not None:
-            raise error
 
     def _start_thread(self) -> None:
         threads, before = self._threads, torch.get_num_threads()
@@ -618,34 +577,31 @@ class OffloadedStates:
         self._pool.submit(int).result()
         torch.set_num_threads(before)  # for threads that start later; ours keeps its number
 
-    def _await_thread(self) -> None:
-        """Waits for steps of hooks, and for a step that an interrupt has left running."""
-        if self._is_unfinished and self._pool is not None and self._pid == os.getpid():
-            self._pool.submit(int).result()
+    def _settle(self) -> None:
+        """Waits for the thread and lets the current stream wait for its copies; raises its error.
+
+        The thread may have work of hooks, and of a step that an interrupt has ended.
+        """
+        if self._work is not None and self._pid == os.getpid():
+            self._work.result()
             self._transport.begin()
             self._transport.join(self._transport.record_up())
-        self._is_unfinished = False
+        self._work = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     # Checks.
 
-    def _check_alone(self, optimizer: FusedOptimizer) -> None:
-        """Refuses an optimizer with features that need its states on the device."""
-        wrong = None
-        if optimizer.offload is not None:
-            wrong = "its states are offloaded already. Call remove() of the first offload before"
-        elif optimizer._plan.weight_averages:
-            wrong = "it has a WeightAverage, which reads the states. Call average.remove() first"
-        elif optimizer._plan.compiled.failure:
-            wrong = "an earlier step failed. Load a checkpoint into the model and the optimizer"
-        if wrong is not None:
-            raise RuntimeError(f"offload_states: this {self._name} can't be offloaded: {wrong}.")
+    def _place_of(self, param: Tensor) -> str:
+        group_index = self._hosts[param].group
+        params = self._owner.param_groups[group_index]["params"]
+        return f"group {group_index}, param {[*map(id, params)].index(id(param))}"
 
     def _check_param(self, param: Tensor, place: str) -> None:
         wrong = None
-        if is_dtensor(param):
-            wrong = "is a DTensor. Use fully_shard with CPUOffloadPolicy for sharded parameters"
-        elif is_flattened(param):
-            wrong = "is flattened by FSDP1. Use FSDP's own CPUOffload"
+        if is_flattened(param):
+            wrong = "is flattened by FSDP1. Use FSDP's own CPUOffload, or fully_shard"
         elif is_lazy(param):
             wrong = "is a lazy parameter, which has no shape yet. Run the model once first"
         elif param.device != self._transport.device:
@@ -654,18 +610,17 @@ class OffloadedStates:
             wrong = f"must be Float, Half or BFloat16, got {param.dtype}"
         elif param.is_inference():
             wrong = "is an inference tensor. Create it outside torch.inference_mode()"
-        elif not is_dense(param):
+        elif not is_dense(local_tensor(param)):
             wrong = "must be dense in memory, got a view with gaps or overlaps"
         if wrong is not None:
             raise RuntimeError(f"{self._name}: offload_states: param of {place} {wrong}.")
 
     def _check_can_step(self, optimizer: FusedOptimizer) -> None:
-        for index, group in enumerate(optimizer.param_groups):
-            if group.get("write_back_grads"):
-                raise RuntimeError(
-                    f"{self._name}.step: write_back_grads of group {index} must be False while "
-                    "states are offloaded, because gradients are not copied back."
-                )
+        if any(group.get("write_back_grads") for group in optimizer.param_groups):
+            raise RuntimeError(
+                f"{self._name}.step: write_back_grads must be False while states are offloaded, "
+                "because gradients are not copied back."
+            )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._name}.step: a step with offloaded states can't be captured in a CUDA "
@@ -684,8 +639,8 @@ class OffloadedStates:
                 if not _needs_copy(optimizer, param):
                     continue
                 self._check_param(param, f"group {group_index}, param {index}")
-                sizes.append(aligned_bytes(param))
-                states += _state_bytes(optimizer, spec, param)
+                sizes.append(aligned_bytes(local_tensor(param)))
+                states += _state_bytes(optimizer, spec, local_tensor(param))
         params, buffers = sum(sizes), BUFFERS * self._buffer_bytes(sizes)
         needed = params + states + buffers
         if needed > available:
@@ -706,6 +661,15 @@ def _inner_of(optimizer: FusedOptimizer) -> FusedOptimizer:
         {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": []},
     )
     return inner
+
+
+def _on_host(scalar: Any) -> Any:
+    """Returns a copy of a small tensor in host memory, after the work of the device; or None."""
+    return None if scalar is None else scalar.detach().to("cpu", copy=True)
+
+
+def _storage_of(param: Tensor) -> int:
+    return local_tensor(param).untyped_storage()._cdata
 
 
 def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:

@@ -24,19 +24,17 @@ from amp_ext.sharding import is_dtensor, is_flattened, is_over_rows, laid_out_as
 __all__ = [
     "PlacedParam",
     "States",
-    "StepTensors",
     "check_flattened",
     "float32_state",
     "fp32_master",
     "init_states",
     "loaded_state",
     "masters_in",
+    "put_states",
 ]
 
 
 States = dict[Any, dict[str, Any]]
-# The parts of a state that the compiled step takes: keys, buffers, master, step count, exponents.
-StepTensors = tuple[list[str], list[Tensor], "Tensor | None", "Tensor | None", "Tensor | None"]
 _LARGEST_STEP = torch.finfo(torch.float32).max
 
 
@@ -122,9 +120,7 @@ def check_flattened(spec: StateSpec, param: Tensor) -> None:
 
 
 @outside_inference_mode()
-def init_states(
-    states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]
-) -> tuple[States, list[StepTensors]]:
+def init_states(states: Mapping[Any, Any], placed_params: Iterable[PlacedParam]) -> States:
     """Completes the states of parameters: creates missing tensors and converts existing tensors.
 
     Args:
@@ -132,15 +128,13 @@ def init_states(
         placed_params: The parameters.
 
     Returns:
-        A dict from parameters to new states, only for states that differ from the present ones; and
-        what a step takes of the state of each parameter.
+        A dict from parameters to new states, only for states that differ from the present ones.
 
     Raises:
         TypeError: If the value under one of the optimizer's keys is not a tensor.
         ValueError: If a required tensor of a state is missing.
     """
     made: States = {}
-    tensors: list[StepTensors] = []
     for placed in placed_params:
         check_flattened(placed.spec, placed.param)
         before = states.get(placed.param, {})
@@ -154,8 +148,25 @@ def init_states(
         is_complete = isinstance(before, dict) and state.keys() == before.keys()
         if not is_complete or any(state[key] is not before[key] for key in state):
             made[placed.param] = state
-        tensors.append(_step_tensors(placed, complete))
-    return made, tensors
+    return made
+
+
+def put_states(states: States, made: States) -> None:
+    """Puts completed states into ``optimizer.state``.
+
+    Existing dicts are updated in place, because users may hold references to them.
+
+    Args:
+        states: The states of the optimizer.
+        made: From :func:`init_states`.
+    """
+    for param, state in made.items():
+        there = states.get(param)
+        if isinstance(there, dict):
+            there.clear()
+            there.update(state)
+        else:
+            states[param] = state
 
 
 def _complete_state(placed: PlacedParam, parts: Tensors) -> Tensors:
@@ -217,20 +228,6 @@ def _steps_behind(spec: StateSpec, state: Mapping[str, Any]) -> float | None:
         if has_buffers and lacks_step:
             return 1.0
     return 0.0 if lacks_step else None
-
-
-def _step_tensors(placed: PlacedParam, state: Tensors) -> StepTensors:
-    """Returns what a step takes of a complete state."""
-    spec = placed.spec
-    used = placed.formats[: spec.buffer_count]
-    exponents = [state[each.exponents_key] for each in used if each.exponents_key]
-    return (
-        list(state),
-        [state[each.key] for each in used],
-        state.get(spec.master_key(placed.param)),
-        state["step"] if spec.keeps_step else None,
-        exponents[0] if exponents else None,
-    )
 
 
 # States in files.

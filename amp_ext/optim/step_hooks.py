@@ -25,12 +25,13 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
         func: The ``step`` of a class of optimizers.
     """
     as_torch = torch.optim.Optimizer.profile_hook_step(func)
+    is_profiled = ops.binary.is_profiled
 
     @functools.wraps(func)
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0]
         try:
-            if torch.compiler.is_compiling() or has_step_pre_hooks(optimizer) or ops.is_profiled():
+            if torch.compiler.is_compiling() or has_step_pre_hooks(optimizer) or is_profiled():
                 return as_torch(*args, **kwargs)
             returned = func(*args, **kwargs)
             for hooks in (

@@ -96,7 +96,7 @@ class WeightAverage:
             TypeError: If the optimizer is not one of ``amp_ext.optim``.
             ValueError: If another argument can't be used, or the model lacks a parameter.
             RuntimeError: If a parameter is lazy, or on a device or of a dtype that no kernel
-                supports, or if the states of the optimizer are offloaded.
+                supports.
         """
         if not isinstance(optimizer, FusedOptimizer):
             raise TypeError(
@@ -115,7 +115,6 @@ class WeightAverage:
             if not fits:
                 raise ValueError(f"WeightAverage: {name} must be {wanted}, got {value!r}")
         optimizer.check_weights_are_in("WeightAverage")
-        optimizer._check_not_offloaded("WeightAverage")
         self.optimizer, self.decay, self.every = optimizer, decay, every
         self.dtype, self.model, self.warmup = dtype, model, warmup
         self._averages: dict[Tensor, Tensor] = {}  # this rank's shards, by parameter
@@ -129,12 +128,12 @@ class WeightAverage:
             self._by_name("WeightAverage")
         optimizer.track_step_applied()
         self._hook = optimizer.register_step_post_hook(_hook_of(weakref.ref(self)))
-        optimizer._plan.weight_averages.add(self)
+        optimizer._stepper.weight_averages.add(self)
 
     def remove(self) -> None:
         """Stops the updates of the average."""
         self._hook.remove()
-        self.optimizer._plan.weight_averages.discard(self)
+        self.optimizer._stepper.weight_averages.discard(self)
 
     # Updates.
 
@@ -142,8 +141,10 @@ class WeightAverage:
     def _begin(self, restarted: Collection[Tensor] = ()) -> None:
         """Starts the averages of new and of restarted parameters, and drops those that left."""
         averages, begun = {}, {}
+        if self.optimizer.offload is not None:
+            self.optimizer.offload.synchronize()
         for param in params_of(self.optimizer):
-            average, part = self._averages.get(param), local_tensor(param)
+            average, part = self._averages.get(param), self._local(param)
             if average is None or param in restarted:
                 if average is None or average.shape != part.shape or average.device != part.device:
                     average = torch.empty_like(part, dtype=self.dtype, requires_grad=False)
@@ -153,6 +154,18 @@ class WeightAverage:
         self._move(_by_device(begun), one, one, begins=True)
         self._averages, self._joined = averages, set(begun)
         self._lists = _by_device(averages)
+
+    def _local(self, param: Tensor) -> Tensor:
+        """Returns this rank's shard of a parameter, or of its host copy if states are offloaded."""
+        return local_tensor(self.optimizer._stored_beside(param))
+
+    def move_to_states(self) -> None:
+        """Moves the averages to the device of the states, after these were moved."""
+        self._averages = {
+            param: average.to(self._local(param).device)
+            for param, average in self._averages.items()
+        }
+        self._lists = _by_device(self._averages)
 
     def _begin_if_changed(self) -> None:
         params = params_of(self.optimizer)
@@ -190,9 +203,9 @@ class WeightAverage:
         """Moves averages towards the weights of their parameters."""
         states, is_released = self.optimizer.state, self.optimizer.gradient_release is not None
         for device, (params, averages) in lists.items():
-            weights, residuals, offsets = [*params], [_NO_RESIDUAL] * len(params), None
+            weights = [self._local(param) for param in params]
+            residuals, offsets = [_NO_RESIDUAL] * len(params), None
             if are_sharded := any_dtensors(params):
-                weights = [local_tensor(param) for param in params]
                 offsets = [global_offset(param) if is_dtensor(param) else 0 for param in params]
             for index, param in enumerate(params):
                 state = states.get(param) if param.dtype in RESIDUAL_KEYS else None
@@ -280,8 +293,7 @@ class WeightAverage:
         residuals = [local_tensor(residual) for residual in low]
         with outside_inference_mode():
             saved = [(each, each.clone()) for each in (*parts, *residuals)]
-        versions = [part._version for part in parts]
-        optimizer._plan.averages_are_in = True
+        optimizer._stepper.averages_are_in = True
         try:
             with torch.no_grad():
                 for part, average in zip(parts, averages, strict=True):
@@ -296,11 +308,7 @@ class WeightAverage:
                 for (each, before), is_changed in zip(saved, changed, strict=True):
                     if not is_changed:
                         each.copy_(before)
-            # Versions are read after all writes, because views of one tensor share a version.
-            ended = zip(params, parts, versions, strict=True)
-            writes = {id(param): part._version - version for param, part, version in ended}
-            optimizer._plan.compiled.forget_writes(writes)
-            optimizer._plan.averages_are_in = False
+            optimizer._stepper.averages_are_in = False
             _forget_copies(self.model)
             if any(changed):
                 raise RuntimeError(
@@ -450,7 +458,7 @@ class WeightAverage:
         return {
             "arguments": {name: getattr(self, name) for name in names},
             "state": self.state_dict(),
-            "is_removed": self not in self.optimizer._plan.weight_averages,
+            "is_removed": self not in self.optimizer._stepper.weight_averages,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -224,6 +224,8 @@ class MixedPrecisionTrainer:
         batches = self.config.gradient_accumulation_steps
         share = loss / batches if batches > 1 else loss
         try:
+            if self._fused is not None and self._fused.gradient_release is not None:
+                self.finish_scheduler_step()  # backward() steps the parameters
             (share if self.scaler is None else self.scaler.scale(share)).backward()
             self._accumulated += 1
             self._loss = loss.detach()

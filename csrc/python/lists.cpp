@@ -3,15 +3,12 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
-#include "optimizer/optimizer_description.h"
-#include "optimizer/step.h"
-#include "python/group_options.h"
+#include "ops/step.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
 
@@ -101,24 +98,21 @@ const char* name_of(BufferCode code) {
   return nullptr;
 }
 
-// Defines the description of an optimizer, and its operation over lists, for example adam_. The
-// operation takes keyword arguments only.
+// Names of an optimizer: of its operation over lists, its hyperparameters and its buffers.
+struct FormulaNames {
+  std::string operation;
+  py::tuple fields, buffers;
+};
+
+// Defines the names of an optimizer, and its operation over lists, for example adam_. The operation
+// takes keyword arguments only.
 template <typename Hyperparameters>
 void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradient_fields) {
-  const auto described =
-      std::make_shared<BoundDescription>(optim::description_of<Hyperparameters>());
   const auto fields = fields_of<Hyperparameters>();
-  py::list names, buffers, options;
+  py::list names, buffers;
   for (const auto& field : fields) names.append(py::handle(field.name));
-  for (const BufferDescription& buffer : Hyperparameters::kBuffers) {
-    buffers.append(buffer);
-  }
-  for (const auto& option : described->description.options) options.append(option);
-  described->operation = Hyperparameters::kOperation;
-  described->fields = names;
-  described->buffers = buffers;
-  described->options = options;
-  module.attr(Hyperparameters::kName) = described;
+  for (const BufferDescription& buffer : Hyperparameters::kBuffers) buffers.append(buffer);
+  module.attr(Hyperparameters::kName) = FormulaNames{Hyperparameters::kOperation, names, buffers};
   module.def(Hyperparameters::kOperation, [fields, gradient_fields](py::kwargs arguments) {
     const StepNames names = take_names<Hyperparameters>(arguments);
     const StepLists lists = take_lists(arguments, names);
@@ -132,18 +126,6 @@ void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradie
 }
 
 void define_descriptions(py::module_& module) {
-  using optim::OptionDescription;
-  py::class_<OptionDescription>(module, "OptionDescription")
-      .def_readonly("name", &OptionDescription::name)
-      .def_property_readonly(
-          "type", [](const OptionDescription& self) { return optim::name_of(self.type); })
-      .def_property_readonly(
-          "on_load", [](const OptionDescription& self) { return optim::name_of(self.on_load); })
-      .def_property_readonly("wanted",
-                             [](const OptionDescription& self) { return optim::wanted(self); })
-      .def_property_readonly("count",
-                             [](const OptionDescription& self) { return self.fields.size(); })
-      .def_property_readonly("is_read", &OptionDescription::is_read);
   py::class_<BufferDescription>(module, "BufferDescription")
       .def_readonly("name", &BufferDescription::name)
       .def_property_readonly("role",
@@ -152,36 +134,10 @@ void define_descriptions(py::module_& module) {
       .def_property_readonly("code",
                              [](const BufferDescription& self) { return name_of(self.code); })
       .def_readonly("option", &BufferDescription::option);
-  using Description = BoundDescription;
-  py::class_<Description, std::shared_ptr<Description>>(module, "OptimizerDescription")
-      .def_readonly("operation", &Description::operation)
-      .def_readonly("fields", &Description::fields)
-      .def_readonly("buffers", &Description::buffers)
-      .def_readonly("options", &Description::options)
-      .def(
-          "check_as_torch",
-          [](const Description& self, const py::dict& defaults, py::object shown) {
-            optim::check_as_torch(DictOptions(self, defaults, std::move(shown)));
-          },
-          py::arg("defaults"), py::arg("shown"))
-      .def(
-          "check_options",
-          [](const Description& self, const py::dict& group, std::string where, py::object shown) {
-            const DictOptions options(self, group, std::move(shown), std::move(where));
-            group.contains("params") ? optim::check_group(options) : optim::check_values(options);
-          },
-          py::arg("options"), py::arg("where"), py::arg("shown"))
-      .def_property_readonly(
-          "counts_from_buffer",
-          [](const Description& self) { return self.description.counts_from_buffer; })
-      .def(
-          "state_needs",
-          [](const Description& self, const py::dict& group) {
-            const DictOptions options(self, group);
-            const StateRequirements needs = self.description.requirements(options);
-            return std::make_tuple(optim::buffer_count(options), needs.step, needs.dither);
-          },
-          py::arg("group"));
+  py::class_<FormulaNames>(module, "FormulaNames")
+      .def_readonly("operation", &FormulaNames::operation)
+      .def_readonly("fields", &FormulaNames::fields)
+      .def_readonly("buffers", &FormulaNames::buffers);
 }
 
 // Judges the norm of a step. `judgement` has the doubles of a NormJudgement.
@@ -190,7 +146,7 @@ void judge_norm(const at::Tensor& judgement, const at::Tensor& skips,
                 const OptionalTensor& sum_of_squares, bool skip_nonfinite) {
   const at::Device device = judgement.device();
   const GradientOptions options{grad_scale, found_inf, {}, sum_of_squares, {}, skip_nonfinite};
-  const DeviceInputs inputs(device, {options, /*reads_norm=*/true});
+  const DeviceInputs inputs(device, options);
   auto* const numbers = reinterpret_cast<NormJudgement*>(judgement.mutable_data_ptr<double>());
   engine_of(device).judge_norm(device, inputs.pointers, numbers, skips.mutable_data_ptr<float>());
 }

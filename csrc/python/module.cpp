@@ -6,7 +6,6 @@
 
 #include "devices/dispatch.h"
 #include "elements/numeric.h"
-#include "optimizer/optimizer_description.h"
 
 PYBIND11_MODULE(_C, module) {
   using namespace amp_ext;
@@ -14,13 +13,8 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernels of amp_ext; documented in amp_ext.ops.";
   python::define_scaler(module);
   python::define_lists(module);
-  python::define_plan(module);
-  python::define_gradient_release(module);
+  python::define_stepper(module);
   module.def("cpu_isa", &cpu_isa);
-  module.def("configured_options", &optim::configured_options);
-  module.def("names_of_all_buffers", &optim::names_of_all_buffers);
-  module.def("names_of_all_options", &optim::names_of_all_options);
-  module.def("names_of_refused_flags", &optim::names_of_refused_flags);
   module.def("is_profiled", &at::hasCallbacks);
   module.def(
       "complement_of_power",

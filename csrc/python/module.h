@@ -9,7 +9,6 @@ namespace py = pybind11;
 
 void define_scaler(py::module_& module);
 void define_lists(py::module_& module);
-void define_plan(py::module_& module);
-void define_gradient_release(py::module_& module);
+void define_stepper(py::module_& module);
 
 }  // namespace amp_ext::python

@@ -12,7 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include "optimizer/group_table.h"
+#include "ops/step.h"
 
 namespace amp_ext::python {
 

@@ -125,42 +125,4 @@ struct OutsideInferenceMode {
   const at::NoGradGuard no_grad;
 };
 
-// Fingerprint of a plain tensor's memory and layout. Each step computes it for every tensor, so it
-// reads only the tensor and its storage.
-struct Fingerprint {
-  const void* storage = nullptr;
-  int64_t offset = 0;
-  int64_t numel = -1;
-  uint64_t keys = 0;
-  caffe2::TypeMeta dtype;
-  bool contiguous = false;
-  uint64_t sizes = 0;  // hash of the sizes; 0 without take_sizes
-
-  // A tensor that is written, and whose memory a lazy clone shares, gets memory of its own.
-  static Fingerprint of(const at::Tensor& tensor, bool is_written) {
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
-    return {storage == nullptr ? nullptr
-            : is_written       ? storage->mutable_data()
-                               : storage->data(),
-            impl.storage_offset(),
-            impl.numel(),
-            impl.key_set().raw_repr(),
-            impl.dtype(),
-            impl.is_contiguous()};
-  }
-  // Adds the sizes. Only parameters need them, because other tensors are compared with the
-  // parameter.
-  void take_sizes(const at::Tensor& tensor) {
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    if (impl.has_symbolic_sizes_strides()) return;  // never true for a plain tensor
-    for (const int64_t size : impl.sizes_default()) sizes = sizes * 0x9E3779B97F4A7C15 + size + 1;
-  }
-  bool operator==(const Fingerprint& other) const {
-    return storage == other.storage && offset == other.offset && numel == other.numel &&
-           keys == other.keys && dtype == other.dtype && contiguous == other.contiguous &&
-           sizes == other.sizes;
-  }
-};
-
 }  // namespace amp_ext

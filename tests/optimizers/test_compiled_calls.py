@@ -68,7 +68,7 @@ def test_a_warm_step_is_one_call(name, options, more) -> None:
     optimizer.param_groups[1]["lr"] = 0.25
     with crossings() as calls:
         optimizer.step()
-    assert calls == ["Plan.step"]
+    assert calls == ["Stepper.step"]
 
 
 @each_class
@@ -77,7 +77,7 @@ def test_a_warm_look_is_one_call(name, options) -> None:
     with crossings() as calls:
         scan = optimizer.scan_gradients(torch.zeros(()), torch.ones(()))
     assert len(scan.found_infs) == 1
-    assert calls == ["Plan.scan"]
+    assert calls == ["Stepper.scan"]
 
 
 @each_class
@@ -89,4 +89,9 @@ def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
         with crossings() as calls:
             scaler.step(optimizer)
             scaler.update()
-    assert calls == ["LossScale.start_iteration", "Plan.scan", "Plan.step", "LossScale.update"]
+    assert calls == [
+        "LossScale.start_iteration",
+        "Stepper.scan",
+        "Stepper.step",
+        "LossScale.update",
+    ]

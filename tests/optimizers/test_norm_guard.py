@@ -420,20 +420,6 @@ def test_only_a_step_with_gradients_counts(device):
     assert empty.norm_guard.stats(wait=True).norms == 0
 
 
-def test_a_guard_is_taken_where_a_step_has_failed(device):
-    """By a copy, too, which refuses to step as the optimizer does."""
-    _, optimizer = one_param(device, norm_guard=NormGuard())
-    state = optimizer.__getstate__() | {"_progress": "1 of 2 parameters"}
-    other = copy.copy(optimizer)
-    other.__setstate__(state)
-    assert other.norm_guard is not None
-    other.norm_guard = other.norm_guard
-    with pytest.raises(
-        RuntimeError, match="an earlier step failed after updating 1 of 2 parameters"
-    ):
-        step_with(other, 1.0)
-
-
 def test_norms_that_somebody_has_clipped_are_told_of_once(device, recwarn):
     guard = NormGuard()
     _param, optimizer = one_param(device, norm_guard=guard)

@@ -34,7 +34,7 @@ from harness.optimizer_cases import (
 from harness.other_packages import GRADS, OF_OTHERS
 from harness.reference import assert_close, same_bits
 
-import amp_ext
+from amp_ext.optim.options import CONFIGURED_OPTIONS
 
 SHAPES = [(5, 3), (7, 2)]  # Muon takes matrices only
 FOREIGN = [
@@ -210,7 +210,7 @@ def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lack
 
 def test_configured_are_the_options_that_torch_does_not_have():
     own, of_torch = (make("AdamW")(make_params(torch.float32)).defaults for make in (ours, theirs))
-    assert own.keys() - of_torch.keys() == set(amp_ext.ops.configured_options())
+    assert own.keys() - of_torch.keys() == set(CONFIGURED_OPTIONS)
 
 
 def test_options_that_torch_does_not_have_stay_as_their_group_was_configured():

@@ -22,8 +22,7 @@ from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.optim import step_plan
-from amp_ext.optim.step_plan import StepPlan
+from amp_ext.optim import stepper
 
 
 def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, **more: Any) -> Any:
@@ -40,6 +39,8 @@ def test_a_buffer_that_is_not_in_use_follows_a_converted_model_too() -> None:
     optimizer.param_groups[0]["momentum"] = 0.0
     for param in params_of(optimizer):
         param.grad, param.data = None, param.data.double()
+    cases.train([optimizer])
+    optimizer.param_groups[0]["momentum"] = 0.9
     cases.train([optimizer])
     states = [optimizer.state[param]["momentum_buffer"] for param in params_of(optimizer)]
     assert {buffer.dtype for buffer in states} == {F64}
@@ -93,14 +94,11 @@ def replace_states(optimizer: Any, name: str | None = None) -> None:
 def test_a_state_that_is_replaced_is_freed(name, options, device) -> None:
     optimizer = cases.ours(name)(make_params(BF16, device), **options)
     cases.train([optimizer])
-    for free in (optimizer.rebuild, optimizer.step):
-        replaced = [value for state in optimizer.state.values() for value in state.values()]
-        alive = [weakref.ref(value) for value in replaced]
-        replace_states(optimizer)
-        give_grads(optimizer)
-        replaced.clear()
-        free()
-        assert [reference() for reference in alive] == [None] * len(alive)
+    replaced = [value for state in optimizer.state.values() for value in state.values()]
+    alive = [weakref.ref(value) for value in replaced]
+    replace_states(optimizer)
+    replaced.clear()
+    assert [reference() for reference in alive] == [None] * len(alive)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -164,24 +162,18 @@ def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted(
         assert torch.equal(param.detach(), torch.full((3,), wanted))
 
 
-def test_what_others_keep_in_a_state_makes_no_new_plan(monkeypatch) -> None:
+def test_what_others_keep_in_a_state_does_not_slow_steps(monkeypatch) -> None:
     optimizer = optimizer_of("AdamW", {"lr": 0.1})
     optimizer.step()
-    listed = []
-    register_params = StepPlan.register_params
-    monkeypatch.setattr(
-        StepPlan, "register_params", lambda *args: (listed.append(1), register_params(*args))
-    )
+    completed = []
+    monkeypatch.setattr(stepper, "init_states", lambda *args: completed.append(args))
     for index in range(3):
         for state in optimizer.state.values():
             state["of mine"] = torch.ones(index)
             state[index] = state
         optimizer.state["of all"] = {"exp_avg": torch.ones(())}
         optimizer.step()
-        assert not listed
-    replace_states(optimizer, "exp_avg")
-    optimizer.step()
-    assert listed == [1]
+        assert not completed
 
 
 @pytest.mark.parametrize("of_all", [True, False])
@@ -269,47 +261,52 @@ def called_in_another_thread(function: Callable[[], Any]) -> list[BaseException]
     return errors
 
 
+class CallingEps(torch.Tensor):
+    """An option that calls a function when a step reads it."""
+
+    function: Callable[[], Any]
+
+    def __float__(self) -> float:
+        self.function()
+        return 1e-8
+
+
+def calling(function: Callable[[], Any]) -> CallingEps:
+    eps = torch.full((), 1e-8).as_subclass(CallingEps)
+    eps.function = function
+    return eps
+
+
 @pytest.mark.parametrize("operation", ["step", "scan_gradients"])
-def test_a_second_thread_is_refused_before_it_writes(operation: str, monkeypatch) -> None:
+def test_a_second_thread_is_refused_before_it_writes(operation: str) -> None:
     optimizer = optimizer_of("AdamW", {})
     twin = copy.deepcopy(optimizer)
     give_grads(optimizer, twin)
     errors: list[BaseException] = []
-    del optimizer.state[params_of(optimizer)[0]], twin.state[params_of(twin)[0]]
-    init_states = step_plan.init_states
-
-    def in_the_step(*args: Any) -> Any:
-        arguments = () if operation == "step" else (torch.zeros(()),)
-        errors.extend(called_in_another_thread(lambda: getattr(optimizer, operation)(*arguments)))
-        return init_states(*args)
-
+    arguments = () if operation == "step" else (torch.zeros(()),)
+    call = getattr(optimizer, operation)
+    eps = calling(lambda: errors.extend(called_in_another_thread(lambda: call(*arguments))))
+    optimizer.param_groups[0]["eps"] = eps
     twin.step()
-    monkeypatch.setattr(step_plan, "init_states", in_the_step)
     optimizer.step()
-    monkeypatch.undo()
-    words = rf"^AdamW\.{operation}: thread \w+ called the optimizer while thread \w+ was inside a "
+    optimizer.param_groups[0]["eps"] = 1e-8
+    words = rf"^AdamW\.{operation}: another thread is inside a call of this optimizer"
     assert [type(error) for error in errors] == [RuntimeError]
     assert re.match(words, str(errors[0]))
     cases.assert_same_bits(optimizer, twin)
     assert called_in_another_thread(optimizer.step) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "place", "name"),
-    [((), step_plan, "init_states"), ((torch.zeros(()),), StepPlan, "register_params")],
-    ids=["step", "scan"],
-)
-def test_an_interrupted_call_keeps_no_thread_out(arguments, place, name, monkeypatch) -> None:
+@pytest.mark.parametrize("operation", ["step", "scan_gradients"])
+def test_an_interrupted_call_keeps_no_thread_out(operation: str) -> None:
     optimizer = optimizer_of("AdamW", {})
-    call = optimizer.scan_gradients if arguments else optimizer.step
 
-    def interrupt(*_: Any) -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
-    optimizer.state.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(place, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            call(*arguments)
+    optimizer.param_groups[0]["eps"] = calling(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(optimizer, operation)(*(() if operation == "step" else (torch.zeros(()),)))
+    optimizer.param_groups[0]["eps"] = 1e-8
     assert called_in_another_thread(optimizer.step) == []
     optimizer.step()

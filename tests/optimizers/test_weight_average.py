@@ -112,8 +112,6 @@ def test_a_swap_restores_every_bit_and_leaves_masters_alone(fails, masters, devi
     average = WeightAverage(optimizer, 0.5, dtype=BF16)
     step(optimizer)
     step(optimizer)
-    if masters is True:  # no rounding of this one: the parameter must not come to count as written
-        optimizer.state[params[0]]["master_param"].add_(1.0)
     tensors = [*params, *(t for state in optimizer.state.values() for t in state.values())]
     before = [tensor.detach().clone() for tensor in tensors]
     twin = copy.deepcopy(optimizer)
@@ -126,7 +124,6 @@ def test_a_swap_restores_every_bit_and_leaves_masters_alone(fails, masters, devi
                     assert same_bits(master, param.float())
             if fails:
                 raise KeyboardInterrupt
-            optimizer.rebuild()
     except KeyboardInterrupt:
         assert fails
     assert all(map(same_bits, tensors, before))
@@ -277,7 +274,6 @@ def with_another_state(optimizer: Any) -> None:
     "change",
     [
         lambda optimizer: None,
-        lambda optimizer: optimizer.rebuild(),
         lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
         lambda optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(2))]}),
         with_another_state,

@@ -12,12 +12,18 @@ import numpy as np
 import torch
 from harness.edge_shapes import F32
 from harness.optimizer_cases import IN_TORCH, counts_steps, swapping, through_a_file
+from harness.transports import ImmediateTransport
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
-from amp_ext.optim import CosineAnnealingWeightDecay, StepWeightDecay, float32_state_dict
+from amp_ext.optim import (
+    CosineAnnealingWeightDecay,
+    StepWeightDecay,
+    float32_state_dict,
+    offload_states,
+)
 from state_machine.loops import DTYPES, draws, dtypes, new_params, number, seeds
 from state_machine.releasing import Releasing
 from state_machine.sides import (
@@ -97,6 +103,39 @@ class Machine(Releasing):
         if "data" in how:
             self.refresh_masters(sides)
         self.did("write_param")
+
+    @rule(
+        which=number,
+        seed=seeds,
+        bad=st.sampled_from([None, None, "inf"]),
+        numbered=number,
+        how=st.sampled_from(["copy_", "mul_", "data", "new data"]),
+        is_released=st.booleans(),
+    )
+    def offloaded_iterations(
+        self, which: int, seed: int, bad: str | None, numbered: int, how: str, is_released: bool
+    ) -> None:
+        """Keeps the states in host memory for two steps, with a write between them."""
+        sides = self.sides(which)
+        sides.remove_release()
+        if any(group["write_back_grads"] for group in sides.mine.param_groups):
+            return
+        error = error_of(lambda: offload_states(sides.mine, transport=ImmediateTransport()))
+        if error is not None:
+            assert "offload_states: param of group" in str(error), repr(error)
+            self.did("offloaded_iterations refused")
+            return
+        sides.mine.offload._chunk_bytes = 64  # several chunks
+        for is_first in (True, False):
+            if is_released:
+                self.released_iteration(which, seed, 1, "all", (), True, "step")
+            else:
+                self.iterate(which, seed, bad if is_first else None)
+            if is_first:
+                self.write_param(which, numbered, how, seed)
+        sides.remove_release()
+        sides.mine.offload.remove()
+        self.did("offloaded_iterations")
 
     def refresh_masters(self, sides: Sides) -> None:
         sides.mine.refresh_masters()

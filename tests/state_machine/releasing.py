@@ -17,7 +17,7 @@ from state_machine.sides import STEPPED, Pair, Scalers, Sides, assert_near, doub
 from state_machine.steps import ReleasedStep
 from state_machine.watching import Watching
 
-ENDS = ["step", "step", "step", "step", "give up", "remove", "changed", "again"]
+ENDS = ["step", "step", "step", "step", "give up", "remove", "again"]
 
 
 class Releasing(Watching):
@@ -76,7 +76,7 @@ class Releasing(Watching):
             sides.hooked.update(pair.mine for pair in totals)
             return
         stepped = {pair: totals[pair] for pair in grads[-1] if pair.mine.grad is None}
-        self.end_otherwise(sides, scalers, end, stepped)
+        self.end_otherwise(sides, end, stepped)
         step.compare(stepped, 1.0 if scalers is None else scalers.inverse())
         self.did(f"released_iteration {end}")
 
@@ -176,23 +176,9 @@ class Releasing(Watching):
             assert_near(sides.mine.grad_norm, step.norm, step.norm, "grad_norm", F32)
 
     @staticmethod
-    def end_otherwise(
-        sides: Sides,
-        scalers: Scalers | None,
-        end: str,
-        stepped: dict[Pair, Tensor],
-    ) -> None:
+    def end_otherwise(sides: Sides, end: str, stepped: dict[Pair, Tensor]) -> None:
         """Gives the batch up in some way, after a call that is refused."""
-        group = sides.mine.param_groups[0]
-        if end == "changed" and stepped:
-            lr, group["lr"] = group["lr"], 0.0625
-            call = sides.handle.step
-            if scalers is not None:
-                call = lambda: scalers.mine.step(sides.handle)  # noqa: E731
-                scalers.knows(sides)
-            assert "lr of group 0 changed after" in str(error_of(call))
-            group["lr"] = lr
-        elif end == "again" and stepped:
+        if end == "again" and stepped:
             params = [pair.mine for pair in stepped]
             error = error_of(lambda: torch.autograd.backward(params, [*stepped.values()]))
             assert "got another gradient after" in str(error), repr(error)

@@ -444,7 +444,6 @@ class Step:
             for side, param in ((self.sides.mine, pair.mine), (self.sides.twin, pair.twin)):
                 param.data.fill_(0.5)
                 side.state.pop(param, None)
-            self.sides.mine.rebuild()
 
 
 class ReleasedStep(Step):

@@ -183,6 +183,28 @@ def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own(finish):
     assert scaler.calls[5:] == ["wait"]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_scheduler_moves_before_the_gradients_are_released(precision):
+    losses = []
+    for is_released in (False, True):
+        model = new_model("cpu")
+        optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.01)
+        config = MixedPrecisionConfig(precision=precision, initial_loss_scale=1024.0)
+        scaler = None if precision == "bf16" else amp_ext.GradScaler("cpu", 64.0)
+        trainer = amp_ext.training.MixedPrecisionTrainer(
+            model,
+            optimizer,
+            config,
+            loss_function=cases.mse_loss,
+            scheduler=cases.halving(optimizer),
+            scaler=scaler,
+        )
+        if is_released:
+            amp_ext.optim.release_gradients(optimizer, trainer.scaler)
+        losses.append([trainer.train_step(X, TARGET).loss.item() for _ in range(4)])
+    assert losses[0] == losses[1]
+
+
 def test_nothing_waits_without_a_scheduler_and_it_moves_at_once_without_a_scaler():
     trainer = new_trainer(scaler=RecordingScaler("cpu", init_scale=8.0))
     cases.train_on(trainer, batches(count=3))

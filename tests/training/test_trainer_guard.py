@@ -70,20 +70,6 @@ def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
     plain.load_state_dict(trainer.state_dict())
 
 
-def test_a_load_that_fails_does_not_mend_an_optimizer_that_has_stepped_in_part():
-    trainer = new_trainer(**OPTIONS)
-    failed = trainer.optimizer.__getstate__() | {"_progress": "1 of 2 parameters"}
-    trainer.optimizer.__setstate__(failed)
-    state = trainer.state_dict()
-    trainer.scheduler.load_state_dict = fails
-    with pytest.raises(OSError, match="of a schedule"):
-        trainer.load_state_dict(state)
-    with pytest.raises(
-        RuntimeError, match="an earlier step failed after updating 1 of 2 parameters"
-    ):
-        trainer.optimizer.step()
-
-
 def test_an_optimizer_is_as_before_where_its_trainer_is_refused():
     model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     optimizer = amp_ext.optim.SGD([*model.parameters(), *other.parameters()], 0.1)

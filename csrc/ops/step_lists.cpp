@@ -1,4 +1,4 @@
-// One optimizer step over lists of tensors, with a table of slots for this step alone.
+// One optimizer step over lists of tensors.
 #include <ATen/core/grad_mode.h>
 #include <amp_ext/ops.h>
 
@@ -7,9 +7,7 @@
 #include <vector>
 
 #include "kernels.h"
-#include "optimizer/grad_scan.h"
-#include "optimizer/param_table.h"
-#include "optimizer/step.h"
+#include "ops/step.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {
@@ -18,54 +16,65 @@ namespace {
 
 using StepParams = std::vector<StepParam>;
 
-// Fills a table with the parameters of all groups. A parameter without a gradient gets no state.
-void fill_slots(ParamTable& table, const std::vector<StepParams>& groups) {
-  std::vector<ParamTable::Param> registered;
-  std::vector<const StepParam*> params;
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (size_t i = 0; i < groups[group].size(); ++i) {
-      params.push_back(&groups[group][i]);
-      registered.push_back({static_cast<int64_t>(group),
-                            static_cast<int64_t>(i),
-                            nullptr,
-                            {},
-                            params.back()->global_offset});
-    }
-  }
-  table.register_params({}, registered);
-  for (size_t index = 0; index < params.size(); ++index) {
-    ParamSlot& slot = table.slots()[index];
-    slot.current_param = c10::MaybeOwned<at::Tensor>::borrowed(params[index]->param);
-    slot.owned[kGrad] = params[index]->grad;
-    if (slot.has_grad()) table.set_state(static_cast<int64_t>(index), params[index]->state);
-  }
+ParamTensors tensors_of(const StepParam& param, size_t group, size_t index) {
+  ParamTensors tensors;
+  tensors.group = static_cast<int64_t>(group);
+  tensors.index = static_cast<int64_t>(index);
+  tensors.global_offset = param.global_offset;
+  tensors.master_is_current = param.master_is_current;
+  tensors.buffer_count = static_cast<int>(param.state.buffers.size());
+  const auto take = [&](int part, const at::Tensor& tensor) {
+    if (tensor.defined()) tensors.tensors[part] = &tensor;
+  };
+  take(kParam, param.param);
+  take(kGrad, param.grad);
+  take(kMaster, param.state.master_param);
+  take(kStep, param.state.step);
+  take(kExponents, param.state.exponents);
+  for (int i = 0; i < tensors.buffer_count; ++i) take(kBuffer0 + i, param.state.buffers[i]);
+  return tensors;
 }
 
 // Steps all groups once. Nothing has been written if an error occurs before the first launch.
-void step_once(const std::vector<StepParams>& groups, GroupTable table, GradientOptions options,
-               ParamSlotChecks checks) {
+template <typename Hyperparameters>
+void step_once(const std::vector<StepParams>& groups,
+               const std::vector<Group<Hyperparameters>>& options, GradientOptions of_gradients,
+               const std::string& operation, Naming naming, std::vector<std::string> buffers) {
   const at::NoGradGuard no_grad;
-  ParamTable params(std::move(checks));
-  fill_slots(params, groups);
-  check_options(params.operation(), table, options);
-  params.check_for_step(params.slots(), table, /*allows_scaled_grads=*/true);
-  for (ParamSlot& slot : params.slots()) {
-    slot.master_is_current = groups[slot.group][slot.index_in_group].master_is_current;
+  TORCH_CHECK(!of_gradients.max_grad_norm.has_value() || *of_gradients.max_grad_norm >= 0.0,
+              operation, ": max_grad_norm must be at least 0, got ", *of_gradients.max_grad_norm);
+  std::vector<Hyperparameters> hyperparameters(options.begin(), options.end());
+  StepGroups table;
+  table.refer_to(hyperparameters);
+  Step step(operation, naming, std::move(buffers));
+  GradScan scan;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    TORCH_CHECK(options[group].clip_value >= 0.0, operation,
+                ": clip_value must be at least 0, got ", options[group].clip_value);
+    table.groups[group].lr = options[group].lr_tensor;
+    for (size_t i = 0; i < groups[group].size(); ++i) {
+      const StepParam& param = groups[group][i];
+      if (!param.grad.defined()) continue;
+      step.add(tensors_of(param, group, i), table);
+      scan.add(param.grad, static_cast<int64_t>(i));
+    }
   }
-  const NormSource norm = source_of_norm(options.max_grad_norm.has_value(),
-                                         options.sum_of_squares.has_value(), false, false);
   StepScratch scratch;
-  GradScans().take(params, options, norm, scratch);
-  const std::vector<StepBatch> batches =
-      prepare_step(params.checks(), params.slots(), table,
-                   {std::move(options), norm != NormSource::kNone}, scratch);
-  StepOutcome outcome;
+  if (!of_gradients.max_grad_norm.has_value()) {
+    of_gradients.sum_of_squares.reset();
+    of_gradients.grad_norm.reset();
+  } else if (!of_gradients.sum_of_squares.has_value()) {
+    scan.run({}, {}, /*sums_squares=*/true, of_gradients.skip_nonfinite, scratch);
+    const at::Tensor total = scan.sum_of_squares();
+    if (total.defined()) of_gradients.sum_of_squares = total;
+  }
+  StepProgress progress;
   try {
-    launch_step(batches, table, scratch, outcome);
+    step.run(table, {std::move(of_gradients), {}, {}}, scratch, progress);
   } catch (c10::Error& error) {
-    if (!outcome.text().empty()) {
+    if (!progress.text().empty()) {
       error.add_context(
-          c10::str(params.operation(), ": the step failed after updating ", outcome.text(),
+          c10::str(operation, ": the step failed after updating ", progress.text(),
                    ". Restore the parameters and their states before the next step."));
     }
     throw;
@@ -130,8 +139,8 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
     }
     if (lists.global_offsets.has_value()) param.global_offset = (*lists.global_offsets)[i];
   }
-  step_once({step_params}, GroupTable::of(std::vector<Group<Hyperparameters>>{options}),
-            gradient_options, {operation, names.buffers, Naming::kLists});
+  step_once<Hyperparameters>({step_params}, {options}, gradient_options, operation, Naming::kLists,
+                             names.buffers);
 }
 
 template <typename Hyperparameters>
@@ -150,7 +159,7 @@ void step_groups_(const std::vector<std::vector<StepParam>>& groups,
   }
   std::vector<std::string> keys;
   for (const BufferDescription& buffer : Hyperparameters::kBuffers) keys.emplace_back(buffer.name);
-  step_once(groups, GroupTable::of(options), gradient_options, {operation, keys, Naming::kGroups});
+  step_once(groups, options, gradient_options, operation, Naming::kGroups, std::move(keys));
 }
 
 #define AMP_EXT_INSTANTIATE(Functor)                                              \

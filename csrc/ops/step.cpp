@@ -1,0 +1,644 @@
+// Checks the tensors of a step, and launches the step.
+#include "ops/step.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+#include "element.h"
+#include "elements/moment_codes.h"
+#include "ops/masters.h"
+#include "ops/scalars.h"
+#include "tensors/autocast_cache.h"
+#include "tensors/tensor_memory.h"
+
+namespace amp_ext {
+
+namespace {
+
+Master master_in(const ParamTensors& tensors) {
+  if (tensors.tensors[kMaster] == nullptr) return Master::kNone;
+  switch (tensors[kMaster].scalar_type()) {
+    case at::kByte:
+      return Master::kResidual16;
+    case at::kChar:
+      return Master::kResidual8;
+    default:
+      return Master::kFloat32;
+  }
+}
+
+bool is_split(Master master) {
+  return master == Master::kResidual16 || master == Master::kResidual8;
+}
+
+// As TensorImpl::mutable_data and data, for a tensor that has a storage.
+void* elements_of(const c10::TensorImpl& impl, bool written) {
+  c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  const void* const begin = written ? storage->mutable_data() : storage->data();
+  return static_cast<char*>(const_cast<void*>(begin)) + impl.storage_offset() * impl.itemsize();
+}
+
+bool are_same(c10::IntArrayRef a, c10::IntArrayRef b) {
+  bool same = a.size() == b.size();
+  for (size_t i = 0; same && i < a.size(); ++i) same = a[i] == b[i];
+  return same;
+}
+
+at::ScalarType residual_dtype(Master master) {
+  return master == Master::kResidual16 ? at::kShort : at::kChar;
+}
+
+// True for a contiguous residual of the sizes of a parameter.
+bool is_usual_residual(const at::Tensor& residual, const at::Tensor& param) {
+  const auto dims = static_cast<size_t>(param.dim());
+  const c10::IntArrayRef sizes = residual.sizes();
+  if (!is_plain(residual) || !residual.is_contiguous() || !has_all_elements(residual)) return false;
+  if (residual.scalar_type() == at::kChar) return sizes == param.sizes();
+  return residual.scalar_type() == at::kByte && sizes.size() == dims + 1 && sizes.back() == 2 &&
+         sizes.slice(0, dims) == param.sizes() && residual.storage_offset() % 2 == 0;
+}
+
+BufferFormat format_in(const ParamTensors& tensors, int buffer) {
+  const at::Tensor& tensor = tensors[kBuffer0 + buffer];
+  switch (tensor.scalar_type()) {
+    case at::kChar:
+      return BufferFormat::kRatio8;
+    case at::kByte:
+      return BufferFormat::kBlockwise8;
+    default:
+      return format_of(dtype_of(tensor).value_or(DType::kFloat32));
+  }
+}
+
+// Returns the dtype in which kernels read a gradient: the parameter's if moments are quantized
+// (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
+at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes) {
+  if (has_codes) return param;
+  if (grad == param || (param == at::kFloat && is_16_bit(grad))) return grad;
+  return at::kFloat;
+}
+
+// The learning rate of a group, as the engine of one device reads it.
+struct LrOnDevice {
+  at::Tensor on_device;  // one float32 on the device; undefined: `number` is used
+  double number = 0.0;
+};
+
+// Returns the learning rates that are tensors, as numbers unless rate and kernels are on a GPU.
+std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device, const StepGroups& groups) {
+  std::vector<std::optional<LrOnDevice>> lrs;
+  for (const StepGroups::Group& group : groups.groups) {
+    lrs.emplace_back();
+    if (!group.lr.has_value()) continue;
+    if (!uses_cuda_engine(device) || !uses_cuda_engine(group.lr->device())) {
+      lrs.back() = {{}, group.lr->item().toDouble()};
+    } else {
+      lrs.back() = {scalar_on(device, *group.lr), 0.0};
+    }
+  }
+  return lrs;
+}
+
+// Writes the norm of the unscaled gradients, rounded as in the kernels.
+void write_norm(const GradientOptions& options) {
+  const at::Tensor& grad_norm = *options.grad_norm;
+  if (!options.sum_of_squares.has_value()) {
+    grad_norm.zero_();  // the norm of no gradients
+    return;
+  }
+  const at::Device device = grad_norm.device();
+  at::Tensor norm = to_device(*options.sum_of_squares, device).to(at::kDouble).sqrt();
+  if (options.grad_scale.has_value()) {
+    norm = norm * to_device(inverse_of_scale(*options.grad_scale), device).to(at::kDouble);
+  }
+  grad_norm.copy_(norm, /*non_blocking=*/true);
+}
+
+// With skip_nonfinite, a skipped element must keep its bits. Converting it to the dense copy's
+// dtype and back could change a NaN or a large value.
+void copy_back(const DenseCopy& copy, bool is_grad, bool skip_nonfinite) {
+  const at::ScalarType dtype = copy.original.scalar_type();
+  if (skip_nonfinite && is_grad && dtype != copy.dense.scalar_type()) {
+    const at::Tensor stepped = copy.original.to(copy.dense.scalar_type()).isfinite();
+    copy.original.copy_(at::where(stepped, copy.dense.to(dtype), copy.original));
+  } else {
+    copy.original.copy_(copy.dense);
+  }
+}
+
+// Marks the tensors of launched parameters as written and copies dense copies back, until a copy
+// fails. Then throws `failure`, the launch's error, or else the copy's error.
+void finish(const StepBatch& batch, const bool* is_launched, bool skip_nonfinite,
+            StepProgress& progress, std::exception_ptr failure) {
+  size_t begin = 0, copy = 0;
+  bool copies = true;
+  for (size_t i = 0; i < batch.all_args.size(); begin = batch.written_ends[i++]) {
+    bool is_whole = true;
+    for (; copy < batch.copies.size() && batch.copies[copy].of_args == i; ++copy) {
+      const DenseCopy& one = batch.copies[copy];
+      if (!is_launched[i] || !one.written) continue;
+      try {
+        const bool is_grad = one.dense.const_data_ptr() == batch.all_args[i].grad;
+        if (copies) copy_back(one, is_grad, skip_nonfinite);
+      } catch (...) {
+        copies = false;
+        if (failure == nullptr) failure = std::current_exception();
+      }
+      is_whole = copies;
+    }
+    if (!is_launched[i]) continue;
+    for (size_t k = begin; k < batch.written_ends[i]; ++k) batch.written[k]->bump_version();
+    ++(is_whole ? progress.stepped : progress.stepped_in_part);
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+}  // namespace
+
+DeviceInputs::DeviceInputs(const at::Device& device, const GradientOptions& options,
+                           const OptionalTensor& limit) {
+  if (options.grad_scale.has_value()) grad_scale = scalar_on(device, *options.grad_scale);
+  if (options.found_inf.has_value()) found_inf = scalar_on(device, *options.found_inf);
+  if (options.sum_of_squares.has_value()) {
+    sum_of_squares = to_device(*options.sum_of_squares, device).to(at::kDouble);
+  }
+  pointers = {float_data(grad_scale), float_data(found_inf),
+              sum_of_squares.defined() ? sum_of_squares.const_data_ptr<double>() : nullptr,
+              options.max_grad_norm.value_or(std::numeric_limits<double>::infinity()),
+              options.skip_nonfinite};
+  if (limit.has_value()) {
+    max_norm = to_device(*limit, device);
+    pointers.max_norm = max_norm.const_data_ptr<double>();
+  }
+  if (options.grad_norm.has_value() && options.grad_norm->device() == device) {
+    grad_norm = options.grad_norm->mutable_data_ptr<float>();
+  }
+}
+
+std::string StepProgress::text() const {
+  if (stepped + stepped_in_part == 0) return {};
+  std::string text = c10::str(stepped, " of ", params, " parameters");
+  if (stepped_in_part > 0) text += c10::str(", and ", stepped_in_part, " more in part");
+  return text;
+}
+
+void StepBatch::clear() {
+  all_args.clear();
+  written.clear();
+  written_ends.clear();
+  copies.clear();
+  stale_masters.clear();
+}
+
+void Step::clear() {
+  for (size_t i = 0; i < in_use_; ++i) batches_[i].clear();
+  in_use_ = 0;
+}
+
+std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const {
+  static const char* const names[] = {"param", "grad", "master_param", "step", "exponent"};
+  const int buffer = part - kBuffer0;
+  std::string name = buffer < 0 ? names[part] : buffer_names_.at(buffer);
+  if (naming_ == Naming::kLists) {
+    return c10::str(name, buffer < 0 ? "s[" : "[", tensors.index, "]");
+  }
+  const auto code_of = [&](int index) {
+    return groups.buffers[index].role == BufferRole::kFirstMoment ? "_q8m" : "_q8s";
+  };
+  if (part == kMaster && is_split(master_in(tensors))) {
+    name = c10::str(master_in(tensors) == Master::kResidual16 ? "master_low_" : "master_low8_",
+                    tensors[kParam].scalar_type() == at::kHalf ? "fp16" : "bf16");
+  } else if (part == kExponents) {
+    int blockwise = tensors.buffer_count - 1;
+    while (blockwise > 0 && !has_blocks(groups.buffers[blockwise].code)) --blockwise;
+    name = buffer_names_.at(blockwise) + "_exp";
+  } else if (buffer >= 0 && tensors.tensors[part] != nullptr) {
+    const BufferFormat format = format_in(tensors, buffer);
+    if (format == BufferFormat::kRatio8) name += "_q8h";
+    if (format == BufferFormat::kBlockwise8) name += code_of(buffer);
+  }
+  return c10::str(name, " of group ", tensors.group, ", param ", tensors.index);
+}
+
+void Step::check_grad(const at::Tensor& grad, int64_t group, int64_t index) const {
+  const auto name = [&] {
+    return naming_ == Naming::kLists ? c10::str("grads[", index, "]")
+                                     : c10::str("grad of group ", group, ", param ", index);
+  };
+  TORCH_CHECK(!is_sparse(grad), operation_, " does not support sparse gradients: ", name(),
+              " must be Strided, got ", grad.layout());
+  if (!is_plain(grad) || !has_all_elements(grad)) {  // builds the name only for an error
+    check_is_plain(operation_, name(), grad);
+  }
+  TORCH_CHECK(dtype_of(grad).has_value(), operation_, ": ", name(),
+              " must be Float, Double, Half or BFloat16, got ", grad.scalar_type());
+}
+
+StepBatch& Step::batch_of(const at::Device& device, OptimizerKernel kernel) {
+  for (size_t i = 0; i < in_use_; ++i) {
+    if (batches_[i].device == device && batches_[i].kernel == kernel) return batches_[i];
+  }
+  if (in_use_ == batches_.size()) batches_.emplace_back(device, kernel);
+  StepBatch& batch = batches_[in_use_++];
+  batch.device = device;
+  batch.kernel = kernel;
+  return batch;
+}
+
+void Step::check_tensors(const ParamTensors& tensors, const StepGroups& groups,
+                         Master master) const {
+  const bool writes_grad = groups.groups[tensors.group].hyperparameters->write_back_grads;
+  const at::Tensor& param = tensors[kParam];
+  const at::ScalarType dtype = param.scalar_type();
+  const auto check = [&](int part, bool ok, const auto&... message) {
+    TORCH_CHECK(ok, operation_, ": ", name_of(tensors, part, groups), " must be ", message...);
+  };
+  check_grad(tensors[kGrad], tensors.group, tensors.index);
+  for (int part = 0; part < kTensorParts; ++part) {
+    if (tensors.tensors[part] == nullptr) continue;
+    const at::Tensor& tensor = tensors[part];
+    if (!is_plain(tensor) || !has_all_elements(tensor)) {  // builds the name only for an error
+      check_is_plain(operation_, name_of(tensors, part, groups), tensor);
+    }
+    const bool is_written = part != kGrad || writes_grad;
+    if (is_written && !tensor.is_non_overlapping_and_dense())
+      check_can_be_written(operation_, name_of(tensors, part, groups), tensor);
+  }
+  check(kParam, dtype_of(param).has_value(), "Float, Double, Half or BFloat16, got ", dtype);
+  if (in_use_ == 0 || batches_[in_use_ - 1].device != param.device()) {
+    check_device(operation_, name_of(tensors, kParam, groups), param.device());
+  }
+  for (int part = kGrad; part < kTensorParts; ++part) {
+    if (tensors.tensors[part] == nullptr) continue;
+    const at::Tensor& tensor = tensors[part];
+    check(part, tensor.device() == param.device(), "on ", param.device(), ", got ",
+          tensor.device());
+    if (part == kStep) {
+      check(part, tensor.numel() == 1, "one element, got sizes ", tensor.sizes());
+      check(part, tensor.scalar_type() == at::kFloat, at::kFloat, ", got ", tensor.scalar_type());
+    } else if (part == kMaster && tensor.scalar_type() != at::kFloat) {
+      // Parameters whose residuals do not fit are refused with the sizes of the residual.
+      if (!is_usual_residual(tensor, param)) {  // builds the name only for an error
+        check_is_residual(operation_, name_of(tensors, part, groups), tensor, param);
+      }
+    } else if (part != kExponents) {
+      check(part, tensor.sizes().equals(param.sizes()), "of sizes ", param.sizes(), ", got ",
+            tensor.sizes());
+    }
+  }
+  if (tensors.tensors[kMaster] != nullptr) {
+    TORCH_CHECK(is_16_bit(dtype), operation_, ": ", name_of(tensors, kMaster, groups),
+                " must be None for a parameter of ", dtype);
+  }
+  check_buffers(tensors, groups, master);
+}
+
+// Checks the dtypes of buffers, and the exponents and gradient that quantized buffers require.
+void Step::check_buffers(const ParamTensors& tensors, const StepGroups& groups,
+                         Master master) const {
+  const BufferDescription* const described = groups.buffers;
+  const at::ScalarType dtype = tensors[kParam].scalar_type();
+  const auto check = [&](int part, bool ok, const auto&... message) {
+    TORCH_CHECK(ok, operation_, ": ", name_of(tensors, part, groups), " must be ", message...);
+  };
+  // `coded` is the index of the buffer whose dtype tells whether buffers are quantized: the ratios,
+  // or else the first buffer that has a quantized format.
+  const BufferDescriptions buffers{described, tensors.buffer_count};
+  int coded = -1;
+  for (int i = 0; i < buffers.count; ++i) {
+    const BufferCode code = described[i].code;
+    if (code == BufferCode::kRatio || (code != BufferCode::kNone && coded < 0)) coded = i;
+  }
+  const bool has_codes = dtype != at::kDouble && buffers.are_taken_in(Codes::kAll) &&
+                         format_in(tensors, coded) == format_of(described[coded].code);
+  const at::ScalarType computed = dtype == at::kDouble ? at::kDouble : at::kFloat;
+  bool is_in_blocks = false;
+  for (int i = 0; i < tensors.buffer_count; ++i) {
+    const int part = kBuffer0 + i;
+    const at::ScalarType got = tensors[part].scalar_type();
+    is_in_blocks |= format_in(tensors, i) == BufferFormat::kBlockwise8;
+    if (has_codes) {
+      const bool is_ratio = described[i].code == BufferCode::kRatio;
+      const bool may_have_blocks = has_blocks(described[i].code);
+      const bool fits = is_ratio ? got == at::kChar
+                                 : got == at::kBFloat16 || (may_have_blocks && got == at::kByte);
+      const char* const wanted = is_ratio          ? "Char"
+                                 : may_have_blocks ? "BFloat16 or Byte"
+                                                   : "BFloat16";
+      check(
+          part, fits, wanted, " beside ",
+          described[coded].code == BufferCode::kRatio ? "first moments of Char" : "moments of Byte",
+          ", got ", got);
+      continue;
+    }
+    const bool may_be_bfloat16 = got == at::kBFloat16 && dtype != at::kDouble;
+    check(part, !is_split(master) || may_be_bfloat16 || got == computed,
+          "Float or BFloat16 with a split master, got ", got);
+    check(part, got == dtype || got == computed || may_be_bfloat16, computed,
+          dtype == at::kDouble ? ""
+          : dtype == at::kHalf ? ", BFloat16 or the parameter's dtype"
+                               : " or BFloat16",
+          ", got ", got);
+    check(part, got == tensors[kBuffer0].scalar_type(), "of one dtype with the other buffers, ",
+          tensors[kBuffer0].scalar_type(), ", got ", got);
+  }
+  const at::Tensor* const exponents = tensors.tensors[kExponents];
+  const int64_t got = exponents != nullptr ? exponents->numel() : 0;
+  if (is_in_blocks) {
+    const int64_t numel = tensors[kParam].numel();
+    check(kParam, numel % kBlockSize == 0, "of a multiple of ", kBlockSize,
+          " elements for moments in groups, got ", numel);
+    check(kExponents, got == numel / kBlockSize, "of ", numel / kBlockSize, " elements, got ", got);
+    check(kExponents,
+          got == 0 || (exponents->scalar_type() == at::kByte && exponents->is_contiguous()),
+          "Byte and contiguous, got ", got == 0 ? at::kByte : exponents->scalar_type());
+  } else {
+    check(kExponents, got == 0, "None for moments without groups, got ", got, " elements");
+  }
+  const at::ScalarType grad = tensors[kGrad].scalar_type();
+  check(kGrad, !has_codes || dtype == at::kFloat || grad == dtype,
+        "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
+}
+
+// True if the tensors need no checks: contiguous tensors with the keys and on the device of the
+// last parameter that was checked, in formats without codes. Most parameters are such.
+bool Step::are_usual(const ParamTensors& tensors) const {
+  const at::Tensor& param = tensors[kParam];
+  const at::ScalarType dtype = param.scalar_type();
+  const auto is_usual = [&](const at::Tensor& tensor) {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    return impl.key_set() == usual_keys_ && tensor.is_contiguous() &&
+           tensor.device() == usual_device_ &&
+           (impl.storage_offset() + impl.numel()) * impl.itemsize() <=
+               impl.unsafe_storage().nbytes();
+  };
+  if ((dtype != at::kFloat && !is_16_bit(dtype)) || !is_usual(param)) return false;
+  const c10::IntArrayRef sizes = param.sizes();
+  const at::Tensor& grad = tensors[kGrad];
+  if (!is_usual(grad) || !are_same(grad.sizes(), sizes) ||
+      gradient_dtype(grad.scalar_type(), dtype, false) != grad.scalar_type()) {
+    return false;
+  }
+  if (tensors.tensors[kMaster] != nullptr) {
+    const at::Tensor& master = tensors[kMaster];
+    if (!is_16_bit(dtype) || !is_usual(master)) return false;
+    const bool fits = master.scalar_type() == at::kFloat ? are_same(master.sizes(), sizes)
+                                                         : is_usual_residual(master, param);
+    if (!fits) return false;
+  }
+  if (tensors.tensors[kExponents] != nullptr) return false;
+  if (tensors.tensors[kStep] != nullptr) {
+    const at::Tensor& step = tensors[kStep];
+    if (!is_usual(step) || step.numel() != 1 || step.scalar_type() != at::kFloat) return false;
+  }
+  for (int i = 0; i < tensors.buffer_count; ++i) {
+    const at::Tensor& buffer = tensors[kBuffer0 + i];
+    const at::ScalarType got = buffer.scalar_type();
+    if (!is_usual(buffer) || !are_same(buffer.sizes(), sizes) ||
+        (got != at::kFloat && got != at::kBFloat16) || got != tensors[kBuffer0].scalar_type()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
+  const at::Tensor& param = tensors[kParam];
+  const StepGroups::Group& group = groups.groups[tensors.group];
+  const bool writes_grad = group.hyperparameters->write_back_grads;
+  const Master master = master_in(tensors);
+  const bool is_usual = are_usual(tensors);
+  if (!is_usual) {
+    check_tensors(tensors, groups, master);
+    if (!param.is_inference()) usual_keys_ = param.key_set();
+    usual_device_ = param.device();
+  }
+  const auto kernel = groups.kernels[tensors.buffer_count];
+  TORCH_CHECK(kernel.has_value(), operation_, ": ", name_of(tensors, kParam, groups),
+              " has a state that fits no kernel, with ", tensors.buffer_count, " buffers");
+  StepBatch& batch = batch_of(param.device(), *kernel);
+  static const KernelTensorArgs none;  // copied, which is faster than zeroing
+  batch.all_args.push_back(none);
+  KernelTensorArgs& args = batch.all_args.back();
+  const size_t number = batch.all_args.size() - 1;
+  bool has_codes = false;
+  for (int i = 0; i < tensors.buffer_count; ++i) {
+    args.buffer_formats[i] = format_in(tensors, i);
+    has_codes |= is_code(args.buffer_formats[i]);
+  }
+  // Kernels visit all tensors in the memory order of the parameter, or of its dense copy.
+  const at::Tensor layout = is_usual || param.is_non_overlapping_and_dense()
+                                ? at::Tensor()
+                                : at::empty(param.sizes(), param.options().requires_grad(false));
+  const at::Tensor& order = layout.defined() ? layout : param;
+  const auto write = [&](const at::Tensor& tensor) {
+    if (is_usual || !tensor.is_inference()) batch.written.push_back(tensor.unsafeGetTensorImpl());
+  };
+  const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype, bool written) -> void* {
+    if (is_usual) return elements_of(*tensor.unsafeGetTensorImpl(), written);
+    if (tensor.scalar_type() == dtype && have_same_dense_layout(tensor, order)) {
+      return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+    }
+    const at::Tensor dense = at::empty_strided(order.sizes(), order.strides(),
+                                               tensor.options().dtype(dtype).requires_grad(false));
+    batch.copies.push_back({tensor, dense, written, number});
+    return dense.mutable_data_ptr();
+  };
+  const at::ScalarType param_dtype = param.scalar_type();
+  const at::Tensor& grad = tensors[kGrad];
+  const at::ScalarType grad_dtype = gradient_dtype(grad.scalar_type(), param_dtype, has_codes);
+  args.param = memory(param, param_dtype, true);
+  args.param_dtype = *dtype_of(param_dtype);
+  args.grad = memory(grad, grad_dtype, writes_grad);
+  args.grad_dtype = *dtype_of(grad_dtype);
+  args.master = master;
+  write(param);
+  if (writes_grad) write(grad);
+  if (master != Master::kNone) {
+    const at::Tensor& stored = tensors[kMaster];
+    args.master_param = is_usual ? elements_of(*stored.unsafeGetTensorImpl(), true)
+                        : is_split(master)
+                            ? memory(residual_elements(stored), residual_dtype(master), true)
+                            : memory(stored, at::kFloat, true);
+    write(stored);
+    if (master == Master::kFloat32 && !tensors.master_is_current) {
+      batch.stale_masters.emplace_back(tensors[kMaster], param);
+    }
+  }
+  const bool is_low_precision =
+      master == Master::kResidual8 || (master == Master::kNone && is_16_bit(param_dtype));
+  uint8_t low_precision = is_low_precision ? kDithersParam : 0;
+  uint8_t dithers = 0;  // bits of quantized buffers, dithered if the group dithers anything
+  for (int i = 0; i < tensors.buffer_count; ++i) {
+    const at::Tensor& buffer = tensors[kBuffer0 + i];
+    args.buffers[i] = memory(buffer, buffer.scalar_type(), true);
+    write(buffer);
+    if (buffer.element_size() < 4) low_precision |= kDithersBuffer0 << i;
+    if (is_code(args.buffer_formats[i])) dithers |= kDithersBuffer0 << i;
+  }
+  const auto scalars = [&](int part) -> void* {
+    if (tensors.tensors[part] == nullptr || tensors[part].numel() == 0) return nullptr;
+    write(tensors[part]);
+    return is_usual ? elements_of(*tensors[part].unsafeGetTensorImpl(), true)
+                    : tensors[part].mutable_data_ptr();
+  };
+  args.exponents = static_cast<uint8_t*>(scalars(kExponents));
+  args.step = static_cast<float*>(scalars(kStep));
+  args.numel = param.numel();
+  args.global_offset = tensors.global_offset;
+  args.group = static_cast<int32_t>(tensors.group);
+  args.dithered = group.dithered != 0 ? (group.dithered & low_precision) | dithers : 0;
+  TORCH_CHECK(args.dithered == 0 || args.step != nullptr || group.hyperparameters->timestep >= 1.0,
+              operation_, ": ", name_of(tensors, kStep, groups),
+              " must be given to dither, got None");
+  batch.written_ends.push_back(batch.written.size());
+}
+
+void Step::run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratch,
+               StepProgress& progress) {
+  const at::NoGradGuard no_grad;
+  const GradientOptions& options = inputs.gradients;
+  check_scalar(operation_, "grad_scale", options.grad_scale);
+  check_scalar(operation_, "found_inf", options.found_inf);
+  check_scalar(operation_, "sum_of_squares", options.sum_of_squares);
+  for (const StepGroups::Group& group : groups.groups) check_scalar(operation_, "lr", group.lr);
+  // Allocates everything before the first launch.
+  struct Prepared {
+    DeviceInputs inputs;
+    bool is_skipped;  // whether the host knows that the step is skipped
+    std::vector<std::optional<LrOnDevice>> lrs;
+    TensorList refreshed_masters;
+  };
+  std::vector<Prepared> prepared;
+  prepared.reserve(in_use_);
+  for (size_t i = 0; i < in_use_; ++i) {
+    const StepBatch& batch = batches_[i];
+    Prepared& here = prepared.emplace_back(
+        Prepared{DeviceInputs(batch.device, options, inputs.max_norm), false, {}, {}});
+    here.is_skipped = host_knows_of_skip(batch.device, here.inputs.pointers);
+    progress.was_skipped |= here.is_skipped;
+    if (here.is_skipped) continue;
+    here.lrs = lrs_on(batch.device, groups);
+    progress.params += static_cast<int64_t>(batch.all_args.size());
+    scratch.make_room(batch.device);
+    for (const auto& [master, param] : batch.stale_masters) {
+      here.refreshed_masters.push_back(refreshed_master(param, master));
+    }
+  }
+  // Steps on other devices than that of `step_applied` write into another tensor.
+  at::Tensor applied = inputs.step_applied.value_or(at::Tensor());
+  if (applied.defined()) {
+    const bool is_here =
+        std::any_of(batches_.begin(), batches_.begin() + static_cast<std::ptrdiff_t>(in_use_),
+                    [&](const StepBatch& batch) { return batch.device == applied.device(); });
+    if (in_use_ == 0) {
+      applied.zero_();
+    } else if (!is_here) {
+      applied = at::zeros({}, applied.options().device(batches_[0].device));
+    }
+  }
+  if (options.grad_norm.has_value()) {
+    const bool is_written = std::any_of(prepared.begin(), prepared.end(), [](const Prepared& here) {
+      return here.inputs.grad_norm != nullptr;
+    });
+    if (!is_written) write_norm(options);
+  }
+  clear_autocast_cache();
+  for (size_t i = 0; i < in_use_; ++i) {
+    StepBatch& batch = batches_[i];
+    const Prepared& here = prepared[i];
+    float* const applied_here = applied.defined() && applied.device() == batch.device
+                                    ? applied.mutable_data_ptr<float>()
+                                    : nullptr;
+    if (here.is_skipped) {
+      const StepDecision decision = StepDecision::read(here.inputs.pointers);
+      if (here.inputs.grad_norm != nullptr) *here.inputs.grad_norm = decision.grad_norm;
+      if (applied_here != nullptr) *applied_here = decision.step_applied();
+      continue;
+    }
+    for (size_t k = 0; k < batch.stale_masters.size(); ++k) {
+      batch.stale_masters[k].first.copy_(here.refreshed_masters[k]);
+    }
+    for (const DenseCopy& copy : batch.copies) copy.dense.copy_(copy.original);
+    for (size_t group = 0; group < here.lrs.size(); ++group) {
+      if (!here.lrs[group].has_value()) continue;
+      CommonHyperparameters& common = *groups.groups[group].hyperparameters;
+      common.lr = here.lrs[group]->number;
+      common.lr_on_device = float_data(here.lrs[group]->on_device);
+    }
+    const auto is_launched = std::make_unique<bool[]>(batch.all_args.size());
+    const StepLaunch launch{
+        batch.kernel,           batch.all_args.data(), static_cast<int64_t>(batch.all_args.size()),
+        groups.hyperparameters, here.inputs.pointers,  here.inputs.grad_norm,
+        is_launched.get(),      applied_here};
+    std::exception_ptr failure;
+    try {
+      engine_of(batch.device).step(batch.device, launch, scratch);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    finish(batch, is_launched.get(), options.skip_nonfinite, progress, failure);
+  }
+  if (applied.defined() && !applied.is_same(*inputs.step_applied)) {
+    inputs.step_applied->copy_(applied, /*non_blocking=*/true);
+  }
+}
+
+void GradScan::add(const at::Tensor& grad, int64_t number, int64_t partition) {
+  const at::Device device = grad.device();
+  const auto is_of = [&](const Part& part) {
+    return part.device == device && part.partition == partition;
+  };
+  auto part = std::find_if(parts_.begin(), parts_.end(), is_of);
+  if (part == parts_.end()) part = parts_.insert(part, Part{device, partition});
+  const bool is_dense = grad.is_non_overlapping_and_dense();
+  if (!is_dense) part->copies.push_back(grad.contiguous());
+  const at::Tensor& dense = is_dense ? grad : part->copies.back();
+  part->all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()), number));
+}
+
+void GradScan::run(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
+                   bool sums_squares, bool skip_nonfinite, StepScratch& scratch) {
+  const at::NoGradGuard no_grad;
+  for (Part& part : parts_) {
+    const auto float32 = at::TensorOptions(part.device).dtype(at::kFloat);
+    part.found_inf = found_inf.has_value()
+                         ? found_inf->to(part.device, at::kFloat,
+                                         /*non_blocking=*/!part.device.is_cpu(), /*copy=*/true)
+                         : at::zeros({}, float32);
+    if (sums_squares) part.sum_of_squares = at::zeros({}, float32.dtype(at::kDouble));
+  }
+  for (Part& part : parts_) {
+    const at::Tensor scale =
+        grad_scale.has_value() ? scalar_on(part.device, *grad_scale) : at::Tensor();
+    int64_t* const first_nonfinite =
+        part.first_nonfinite.defined() ? part.first_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
+    const GradScanLaunch launch{part.all_args.data(), static_cast<int64_t>(part.all_args.size()),
+                                float_data(scale),    part.found_inf.mutable_data_ptr<float>(),
+                                first_nonfinite,      double_data(part.sum_of_squares),
+                                skip_nonfinite};
+    engine_of(part.device).scan(part.device, launch, scratch);
+  }
+}
+
+at::Tensor GradScan::sum_of_squares() const {
+  at::Tensor total;
+  for (const Part& part : parts_) {
+    total = total.defined() ? total.add(to_device(part.sum_of_squares, total.device()))
+                            : part.sum_of_squares;
+  }
+  return total;
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,208 @@
+// One step of many parameters: checks their tensors, and launches the kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
+#include <amp_ext/hyperparameters.h>
+#include <amp_ext/options.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "devices/dispatch.h"
+#include "kernels.h"
+#include "launches.h"
+
+namespace amp_ext {
+
+// Indices of ParamTensors::tensors.
+enum TensorPart { kParam, kGrad, kMaster, kStep, kExponents, kBuffer0 };
+inline constexpr int kTensorParts = kBuffer0 + kMaxBuffers;
+
+// The tensors that the step of one parameter uses. The caller keeps them alive until the step ends.
+struct ParamTensors {
+  std::array<const at::Tensor*, kTensorParts> tensors{};  // null: none
+  int buffer_count = 0;
+  int64_t group = 0;
+  int64_t index = 0;  // index in the group or in the lists
+  // Index of the shard's first element in the full tensor; dithered rounding depends on it.
+  int64_t global_offset = 0;
+  // Whether a float32 master was rounded to the parameter as it is now. Otherwise the step first
+  // replaces each element of the master that does not round to the parameter.
+  bool master_is_current = false;
+
+  const at::Tensor& operator[](int part) const { return *tensors[part]; }
+};
+
+// How errors name a tensor: "exp_avgs[3]" (lists) or "exp_avg of group 0, param 3" (optimizers).
+enum class Naming { kLists, kGroups };
+
+// The hyperparameters of the groups of a step, type-erased so that one step serves any optimizer.
+// They stay in the memory of the caller.
+struct StepGroups {
+  struct Group {
+    CommonHyperparameters* hyperparameters;
+    OptionalTensor lr;  // the learning rate, if it is a tensor
+    uint8_t dithered;   // values that may be dithered, as bits of KernelTensorArgs::dithered
+  };
+
+  const void* hyperparameters = nullptr;  // array of Hyperparameters, one for each group
+  std::optional<OptimizerKernel> kernels[kMaxBuffers + 1];  // by the number of buffers
+  const BufferDescription* buffers = nullptr;  // descriptions of all buffers of the formula
+  std::vector<Group> groups;
+
+  // Refers to `all`, which must outlive this object.
+  template <typename Hyperparameters>
+  void refer_to(std::vector<Hyperparameters>& all) {
+    hyperparameters = all.data();
+    for (int count = 0; count <= kMaxBuffers; ++count)
+      kernels[count] = kernel_for<Hyperparameters>(count);
+    buffers = Hyperparameters::kBuffers;
+    groups.clear();
+    for (Hyperparameters& one : all) groups.push_back({&one, {}, dithered_numbers(one)});
+  }
+};
+
+// A tensor whose layout or dtype kernels can't read, and the dense copy that kernels get instead.
+struct DenseCopy {
+  at::Tensor original;
+  at::Tensor dense;
+  bool written;    // the kernel writes `dense`, so it must be copied back
+  size_t of_args;  // index of the parameter in its batch
+};
+
+// What a step has written so far, in numbers of parameters.
+struct AMP_EXT_API StepProgress {
+  int64_t params = 0;           // parameters that the step updates
+  int64_t stepped = 0;          // parameters updated with their states and step counters
+  int64_t stepped_in_part = 0;  // parameters with dense copies that could not be copied back
+  bool was_skipped = false;     // whether the host knew that the step writes nothing
+
+  // Returns "3 of 8 parameters", or an empty string if no parameter was updated.
+  std::string text() const;
+};
+
+// The parameters of one device and kernel, which one launch updates.
+struct StepBatch {
+  StepBatch(const at::Device& device, OptimizerKernel kernel) : device(device), kernel(kernel) {}
+
+  at::Device device;
+  OptimizerKernel kernel;
+  std::vector<KernelTensorArgs> all_args;
+  std::vector<c10::TensorImpl*> written;  // tensors that the launch writes, parameter by parameter
+  std::vector<size_t> written_ends;       // for each parameter, the end of its tensors in `written`
+  std::vector<DenseCopy> copies;
+  std::vector<std::pair<at::Tensor, at::Tensor>> stale_masters;  // with their parameters
+
+  void clear();
+};
+
+// The inputs of a step on one device. The tensors own the memory that `pointers` refers to.
+struct AMP_EXT_API DeviceInputs {
+  DeviceInputs(const at::Device& device, const GradientOptions& options,
+               const OptionalTensor& max_norm = {});
+
+  at::Tensor grad_scale, found_inf, sum_of_squares, max_norm;
+  GradientInputs pointers;
+  float* grad_norm = nullptr;  // [1], the norm of the unscaled gradients is written here; or null
+};
+
+// What a step reads and writes besides the tensors of its parameters.
+struct StepInputs {
+  GradientOptions gradients;
+  OptionalTensor max_norm;  // one float64, another limit of the norm, which needs sum_of_squares
+  // One float32, set to 1 if the step is applied and to 0 if it is skipped.
+  OptionalTensor step_applied;
+};
+
+// One step. An object may be used for many steps, one after another, and keeps its memory.
+class AMP_EXT_API Step {
+ public:
+  // `buffer_names` are the keys of buffers, or the names of lists.
+  Step(std::string operation, Naming naming, std::vector<std::string> buffer_names)
+      : operation_(std::move(operation)), naming_(naming), buffer_names_(std::move(buffer_names)) {}
+
+  // Forgets all parameters.
+  void clear();
+
+  // Throws if kernels can't read a gradient.
+  void check_grad(const at::Tensor& grad, int64_t group, int64_t index) const;
+
+  // Checks the tensors of a parameter and adds them to the step. Throws if a kernel can't use them.
+  void add(const ParamTensors& tensors, const StepGroups& groups);
+
+  // Updates all parameters that were added. Nothing has been written if an error occurs before the
+  // first launch. `progress` says how far a step has come that failed later.
+  void run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratch,
+           StepProgress& progress);
+
+  bool is_empty() const { return in_use_ == 0; }
+
+ private:
+  std::string name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const;
+  void check_tensors(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
+  void check_buffers(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
+  bool are_usual(const ParamTensors& tensors) const;
+  StepBatch& batch_of(const at::Device& device, OptimizerKernel kernel);
+
+  std::string operation_;
+  Naming naming_;
+  std::vector<std::string> buffer_names_;
+  std::vector<StepBatch> batches_;
+  size_t in_use_ = 0;  // number of batches that have parameters
+  // Of the last parameter that passed all checks, so that are_usual() need not make them again.
+  c10::DispatchKeySet usual_keys_;
+  at::Device usual_device_ = at::kCPU;
+};
+
+// A scan of gradients for inf and NaN, which only reads them. An object may be used for many scans.
+class AMP_EXT_API GradScan {
+ public:
+  // The gradients of one device and partition, and what was found in them.
+  struct Part {
+    at::Device device;
+    int64_t partition;
+    std::vector<KernelTensorArgs> all_args = {};
+    std::vector<at::Tensor> copies = {};  // dense copies of gradients with gaps in memory
+    at::Tensor found_inf = {};            // one float32
+    at::Tensor first_nonfinite = {};  // one int64, lowered to the number of the first such gradient
+    at::Tensor sum_of_squares = {};   // one float64; undefined if it is not asked for
+  };
+
+  void clear() { parts_.clear(); }
+  // Adds a gradient that kernels can read. `number` identifies it in first_nonfinite.
+  void add(const at::Tensor& grad, int64_t number, int64_t partition = 0);
+  std::vector<Part>& parts() { return parts_; }
+
+  // Scans the gradients. found_inf becomes a copy of the given flag (0 without one), and is set to
+  // 1 if a gradient has inf or NaN or the scale has no finite inverse. With `skip_nonfinite`, sums
+  // the squares of finite elements only.
+  void run(const OptionalTensor& found_inf, const OptionalTensor& grad_scale, bool sums_squares,
+           bool skip_nonfinite, StepScratch& scratch);
+
+  // Returns the sum of squares over all parts, or an undefined tensor if there are none.
+  at::Tensor sum_of_squares() const;
+
+ private:
+  std::vector<Part> parts_;
+};
+
+// Returns the name of a hyperparameter that is NaN and would make parameters NaN, or null.
+template <typename Hyperparameters>
+const char* nan_in(const Hyperparameters& hyperparameters) {
+  const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(hyperparameters.*member)>>) {
+      if (found == nullptr && std::isnan(hyperparameters.*member)) found = name;
+    }
+  });
+  return found;
+}
+
+}  // namespace amp_ext

@@ -1,0 +1,930 @@
+// Walks over the groups, gradients and states of a Python optimizer, and takes its steps.
+#include "python/collect.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <unordered_map>
+
+#include "elements/moment_codes.h"
+#include "ops/scalars.h"
+
+namespace amp_ext::python {
+
+namespace {
+
+PyObject* interned(const std::string& name) { return PyUnicode_InternFromString(name.c_str()); }
+
+// Names of the options that all optimizers have.
+struct OptionNames {
+  PyObject *params = interned("params"), *lr = interned("lr"),
+           *master_weights = interned("master_weights"), *state_dtype = interned("state_dtype"),
+           *rounding = interned("rounding"), *max_grad_norm = interned("max_grad_norm"),
+           *clip_value = interned("clip_value"), *skip_nonfinite = interned("skip_nonfinite");
+};
+const OptionNames& names() {
+  static const OptionNames* const all = new OptionNames();
+  return *all;
+}
+
+// Clears an error of Python, and returns false. Does not clear interrupts.
+bool clear_error() {
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw py::error_already_set();
+  PyErr_Clear();
+  return false;
+}
+
+// Sets `number` and returns true if the value is a number, or a tensor of one, and not NaN.
+bool number_in(PyObject* value, double& number) {
+  if (value == nullptr) return false;
+  if (PyFloat_Check(value)) {
+    number = PyFloat_AS_DOUBLE(value);
+  } else if (PyNumber_Check(value) != 0) {
+    number = PyFloat_AsDouble(value);
+    if (PyErr_Occurred() != nullptr) return clear_error();
+  } else {
+    return false;
+  }
+  return !std::isnan(number);
+}
+
+// Sets `limit`, which is infinite for None.
+bool limit_in(PyObject* value, double& limit) {
+  limit = std::numeric_limits<double>::infinity();
+  if (value == nullptr || value == Py_None) return value != nullptr;
+  return !THPVariable_Check(value) && number_in(value, limit) && limit >= 0.0;
+}
+
+bool flag_in(PyObject* value, bool& flag) {
+  if (value == Py_True || value == Py_False || value == Py_None) {
+    flag = value == Py_True;
+    return true;
+  }
+  double number = 0.0;
+  const bool is_number = value != nullptr && !THPVariable_Check(value) && number_in(value, number);
+  flag = number != 0.0;
+  return is_number;
+}
+
+bool is_text(PyObject* value, const char* text) {
+  return PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
+}
+
+// Reads the options that decide about states, and whether values may be dithered.
+bool read_format(PyObject* group, GroupFormat& format) {
+  const OptionNames& name = names();
+  PyObject* const masters = PyDict_GetItemWithError(group, name.master_weights);
+  PyObject* const moments = PyDict_GetItemWithError(group, name.state_dtype);
+  PyObject* const rounding = PyDict_GetItemWithError(group, name.rounding);
+  if (masters == nullptr || moments == nullptr || rounding == nullptr) return false;
+  using Masters = GroupFormat::Masters;
+  bool has_masters = false;
+  if (is_text(masters, "split")) {
+    format.masters = Masters::kSplit;
+  } else if (is_text(masters, "split8")) {
+    format.masters = Masters::kSplit8;
+  } else if (!PyUnicode_Check(masters) && flag_in(masters, has_masters)) {
+    format.masters = has_masters ? Masters::kFloat32 : Masters::kNone;
+  } else {
+    return false;
+  }
+  if (is_text(moments, "float32")) {
+    format.moments = at::kFloat;
+  } else if (is_text(moments, "bfloat16")) {
+    format.moments = at::kBFloat16;
+  } else if (is_text(moments, "8bit") || is_text(moments, "8bit-bf16")) {
+    format.is_coded = true;
+    format.codes_roots = is_text(moments, "8bit");
+  } else if (moments != Py_None) {
+    return false;  // also a torch.dtype, whose name Python's check of the groups puts in its place
+  }
+  const bool wants = rounding == Py_None ? moments != Py_None : is_text(rounding, "dither");
+  if (!wants && rounding != Py_None && !is_text(rounding, "nearest")) return false;
+  // With a full master and float32 moments, only the parameter is rounded: the master loses
+  // nothing.
+  const bool stores_low_precision = format.masters == Masters::kNone ||
+                                    format.masters == Masters::kSplit8 ||
+                                    format.moments != at::kFloat;
+  format.dithers = stores_low_precision && wants;
+  return true;
+}
+
+template <typename Hyperparameters>
+class FormulaOf final : public Formula {
+ public:
+  FormulaOf() {
+    buffers = Hyperparameters::kBuffers;
+    buffer_count = static_cast<int>(std::size(Hyperparameters::kBuffers));
+    Hyperparameters::for_each_field([&](const char* name, auto) {
+      const bool is_beta = std::string_view(name).substr(0, 4) == "beta";
+      fields_.push_back({interned(is_beta ? "betas" : name), is_beta ? number_of_betas_ : -1});
+      number_of_betas_ += is_beta;
+    });
+    if (buffers[buffer_count - 1].option != nullptr)
+      option_of_last_ = interned(buffers[buffer_count - 1].option);
+    keys.push_back({interned("step"), kStep, 0});
+    const char* const masters[] = {"master_param", "master_low_bf16", "master_low_fp16",
+                                   "master_low8_bf16", "master_low8_fp16"};
+    for (int8_t form = 0; form < 5; ++form)
+      keys.push_back({interned(masters[form]), kMaster, form});
+    for (int i = 0; i < buffer_count; ++i) {
+      const auto part = static_cast<int8_t>(kBuffer0 + i);
+      const std::string name = buffers[i].name;
+      keys.push_back({interned(name), part, 0});
+      const BufferCode code = buffers[i].code;
+      if (code == BufferCode::kNone) continue;
+      const char* const suffix = code == BufferCode::kRatio  ? "_q8h"
+                                 : code == BufferCode::kRoot ? "_q8s"
+                                                             : "_q8m";
+      keys.push_back({interned(name + suffix), part, 1});
+      if (code != BufferCode::kRatio) keys.push_back({interned(name + "_exp"), kExponents, 0});
+    }
+  }
+
+  bool read(PyObject* group, GroupFormat& format, OptionalTensor& lr) override {
+    const OptionNames& name = names();
+    Hyperparameters& one = all_.emplace_back();
+    PyObject* const rate = PyDict_GetItemWithError(group, name.lr);
+    if (rate != nullptr && !PyFloat_CheckExact(rate) && THPVariable_Check(rate)) {
+      lr = THPVariable_Unpack(rate);
+      if (lr->numel() != 1) return false;
+    } else if (!number_in(rate, one.lr)) {
+      return false;
+    }
+    size_t next = 0;
+    bool are_read = true;
+    Hyperparameters::for_each_field([&](const char* field, auto member) {
+      const Field& source = fields_[next++];
+      if (!Hyperparameters::is_option(field) || !are_read) return;
+      PyObject* value = PyDict_GetItemWithError(group, source.option);
+      if (source.index >= 0) {
+        const bool fits =
+            value != nullptr && PyTuple_Check(value) && PyTuple_GET_SIZE(value) == number_of_betas_;
+        value = fits ? PyTuple_GET_ITEM(value, source.index) : nullptr;
+      }
+      if constexpr (std::is_same_v<std::decay_t<decltype(one.*member)>, bool>) {
+        are_read = flag_in(value, one.*member);
+      } else {
+        are_read = number_in(value, one.*member);
+      }
+    });
+    double max_grad_norm = 0.0;
+    PyObject* const norm = PyDict_GetItemWithError(group, name.max_grad_norm);
+    if (!are_read || !limit_in(PyDict_GetItemWithError(group, name.clip_value), one.clip_value) ||
+        norm == nullptr || !limit_in(norm, max_grad_norm) ||
+        !flag_in(PyDict_GetItemWithError(group, name.skip_nonfinite), format.skip_nonfinite) ||
+        !read_format(group, format)) {
+      return false;
+    }
+    one.dither = format.dithers;
+    if (norm != Py_None) format.max_grad_norm = max_grad_norm;
+    format.buffer_count = buffer_count;
+    if (option_of_last_ != nullptr) {
+      PyObject* const option = PyDict_GetItemWithError(group, option_of_last_);
+      double number = 0.0;  // a flag, or a number such as momentum
+      if (option != Py_None && !number_in(option, number)) return false;
+      if (number == 0.0) --format.buffer_count;
+    }
+    format.formula_counts = one.why_step() != nullptr;
+    return true;
+  }
+
+  void clear() override { all_.clear(); }
+  void put_into(StepGroups& groups) override { groups.refer_to(all_); }
+
+ private:
+  struct Field {
+    PyObject* option;
+    int index;  // among the numbers of the option; -1: the option is the number
+  };
+  std::vector<Field> fields_;
+  PyObject* option_of_last_ = nullptr;
+  int number_of_betas_ = 0;
+  std::vector<Hyperparameters> all_;
+};
+
+bool is_tensor(PyObject* object) {
+  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+}
+bool is_param(PyObject* object) {
+  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass) || is_tensor(object) ||
+         THPVariable_Check(object);
+}
+
+void prefetch_line(const void* line) { __builtin_prefetch(line); }
+
+// True if moments of a parameter can be quantized in blocks; see fits_blocks in Python.
+bool fits_blocks(const at::Tensor& param) {
+  constexpr int64_t kLeastElements = 4096;
+  return param.numel() >= kLeastElements && param.dim() >= 2 &&
+         (param.numel() / param.size(0)) % kBlockSize == 0 && param.is_contiguous();
+}
+
+// Returns what tells the orders of elements in the same memory apart.
+uint64_t layout_of(const at::Tensor& tensor) {
+  uint64_t hash = 0;
+  if (tensor.is_contiguous()) return hash;
+  for (const int64_t stride : tensor.strides()) hash = (hash + stride + 1) * 0x9E3779B97F4A7C15u;
+  return hash;
+}
+
+at::Tensor new_scalar(const at::Device& device) {
+  const OutsideInferenceMode normal;
+  return at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+}
+
+// Steps of fewer elements on the CPU end sooner than another thread would get the GIL.
+constexpr int64_t kSmallStep = int64_t{1} << 17;
+
+}  // namespace
+
+std::unique_ptr<Formula> formula_named(const std::string& hyperparameters) {
+#define AMP_EXT_MAKE(Functor)                             \
+  if (hyperparameters == Functor##Hyperparameters::kName) \
+    return std::make_unique<FormulaOf<Functor##Hyperparameters>>();
+  AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_MAKE)
+#undef AMP_EXT_MAKE
+  throw py::value_error("there are no hyperparameters of this name: " + hyperparameters);
+}
+
+class Stepper::Claim {
+ public:
+  // With `waits`, waits until a call of another thread has ended, as hooks of released gradients
+  // do.
+  Claim(Stepper& stepper, const char* operation, bool waits = false) : stepper_(stepper) {
+    while (stepper.is_in_use_.exchange(true)) {
+      TORCH_CHECK(waits, stepper.optimizer_, ".", operation,
+                  ": another thread is inside a call of this optimizer. Let one thread at a time "
+                  "use it, for example with a lock.");
+      const py::gil_scoped_release release;
+      std::this_thread::yield();  // a call takes microseconds
+    }
+  }
+  ~Claim() {
+    stepper_.clear();
+    stepper_.is_in_use_ = false;
+  }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+ private:
+  Stepper& stepper_;
+};
+
+class Stepper::WithoutGil {
+ public:
+  explicit WithoutGil(Stepper& stepper) : objects_(stepper.objects_) {
+    for (PyObject* const each : objects_) Py_INCREF(each);
+    owned_.reserve(stepper.grads_.size());
+    for (const at::Tensor*& grad : stepper.grads_) {
+      owned_.push_back(*grad);
+      grad = &owned_.back();
+    }
+    released_.emplace();
+  }
+  ~WithoutGil() {
+    take_back();
+    for (PyObject* const each : objects_) Py_DECREF(each);
+  }
+  // Acquires the GIL. The tensors stay alive.
+  void take_back() { released_.reset(); }
+
+ private:
+  const std::vector<PyObject*> objects_;
+  std::vector<at::Tensor> owned_;
+  std::optional<py::gil_scoped_release> released_;
+};
+
+namespace {
+
+std::vector<std::string> names_of_buffers(const Formula& formula) {
+  std::vector<std::string> found;
+  for (int i = 0; i < formula.buffer_count; ++i) found.emplace_back(formula.buffers[i].name);
+  return found;
+}
+
+}  // namespace
+
+Stepper::Stepper(std::string optimizer, const std::string& hyperparameters)
+    : optimizer_(std::move(optimizer)),
+      formula_(formula_named(hyperparameters)),
+      step_(optimizer_, Naming::kGroups, names_of_buffers(*formula_)) {}
+
+void Stepper::clear() {
+  step_.clear();
+  scan_.clear();
+  formula_->clear();
+  formats_.clear();
+  lrs_.clear();
+  lists_.clear();
+  places_.clear();
+  grads_.clear();
+  grad_places_.clear();
+  objects_.clear();
+  masters_.clear();
+  shards_ = nullptr;
+  numel_ = 0;
+  is_on_cpu_ = true;
+}
+
+void Stepper::forget_scan() {
+  const Claim claim(*this, "scan_gradients", /*waits=*/true);
+  scanned_.clear();
+  scanned_sum_.reset();
+}
+
+void Stepper::forget_masters() {
+  const Claim claim(*this, "load_state_dict", /*waits=*/true);
+  seen_.clear();
+}
+
+bool Stepper::read_groups(const py::object& param_groups) {
+  if (!PyList_Check(param_groups.ptr())) return false;
+  const Py_ssize_t count = PyList_GET_SIZE(param_groups.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const group = PyList_GET_ITEM(param_groups.ptr(), i);
+    if (!PyDict_Check(group)) return false;
+    if (!formula_->read(group, formats_.emplace_back(), lrs_.emplace_back())) return false;
+    PyObject* const params = PyDict_GetItemWithError(group, names().params);
+    // Reading an iterator or a set again may give other parameters.
+    if (params == nullptr || PyIter_Check(params) || PyAnySet_Check(params)) return false;
+    lists_.push_back(py::reinterpret_steal<py::object>(PySequence_Fast(params, "params")));
+    if (!lists_.back()) return clear_error();
+    if (formats_[i].max_grad_norm != formats_[0].max_grad_norm ||
+        formats_[i].skip_nonfinite != formats_[0].skip_nonfinite) {
+      return false;
+    }
+  }
+  formula_->put_into(groups_);
+  for (Py_ssize_t i = 0; i < count; ++i) groups_.groups[i].lr = lrs_[i];
+  return true;
+}
+
+void Stepper::place_params(const py::object& params) {
+  std::vector<PyObject*> chosen;
+  for (const py::handle param : params.is_none() ? py::object(py::tuple()) : params)
+    chosen.push_back(param.ptr());
+  std::sort(chosen.begin(), chosen.end());
+  // A hook of released gradients chooses one parameter of many.
+  PyObject* const only = chosen.size() == 1 ? chosen[0] : nullptr;
+  const auto is_chosen = [&](PyObject* param) {
+    return only != nullptr ? param == only
+                           : std::binary_search(chosen.begin(), chosen.end(), param);
+  };
+  int64_t number = 0;
+  for (size_t group = 0; group < lists_.size(); ++group) {
+    PyObject** const items = PySequence_Fast_ITEMS(lists_[group].ptr());
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(lists_[group].ptr());
+    for (Py_ssize_t i = 0; i < count; ++i, ++number) {
+      if (!params.is_none() && !is_chosen(items[i])) continue;
+      places_.push_back({items[i], static_cast<int32_t>(group), static_cast<int32_t>(i), number});
+    }
+  }
+}
+
+const at::Tensor* Stepper::grad_of(const ParamPlace& place) const {
+  if (!shards_->empty()) {
+    const OptionalTensor& grad = shards_->at(place.number).grad;
+    return grad.has_value() ? &*grad : nullptr;
+  }
+  const at::Tensor& grad = THPVariable_Unpack(place.object).unsafeGetTensorImpl()->grad();
+  return grad.defined() ? &grad : nullptr;
+}
+
+int64_t Stepper::version_of_param(const ParamPlace& place, const at::Tensor& param) const {
+  return version_of(param) + (shards_->empty() ? 0 : shards_->at(place.number).version);
+}
+
+int64_t Stepper::version_of_grad(const ParamPlace& place, const at::Tensor& grad) const {
+  return version_of(grad) + (shards_->empty() ? 0 : shards_->at(place.number).grad_version);
+}
+
+// Looks at each entry once, and expects the keys in the order of the last parameter.
+void Stepper::take_entries(Collected& one) {
+  PyObject *key = nullptr, *value = nullptr;
+  int number = 0;
+  for (Py_ssize_t position = 0; PyDict_Next(one.entries, &position, &key, &value) != 0; ++number) {
+    const Formula::Key* known = nullptr;
+    if (number < kPredicted && predicted_[number].name == key) {
+      known = &predicted_[number];
+    } else {
+      for (const Formula::Key& each : formula_->keys) {
+        if (each.name == key) known = &each;
+      }
+      if (known == nullptr && PyUnicode_CheckExact(key) && PyUnicode_CHECK_INTERNED(key) == 0) {
+        for (const Formula::Key& each : formula_->keys) {
+          if (PyUnicode_Compare(each.name, key) == 0) known = &each;
+        }
+      }
+      if (known == nullptr) continue;
+      if (number < kPredicted) predicted_[number] = *known;
+    }
+    if (value == Py_None) continue;
+    if (known->part == kStep && !formats_[one.place->group].counts_steps()) continue;
+    one.is_readable &= one.found[known->part] == nullptr && is_param(value);
+    one.found[known->part] = value;
+    one.forms[known->part] = known->form;
+  }
+}
+
+bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t count,
+                            PyObject* states, Py_ssize_t& position) {
+  for (size_t i = 0; i < count; ++i) {
+    block[i].place = &places[i];
+    prefetch_line(places[i].object);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_param(places[i].object)) return false;
+    block[i].param = &THPVariable_Unpack(places[i].object);
+    prefetch(block[i].param->unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < count; ++i) {
+    // The states are usually in the order of the parameters.
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t next = position;
+    if (PyDict_Next(states, &next, &key, &value) != 0 && key == places[i].object) {
+      position = next;
+    } else {
+      value = PyDict_GetItemWithError(states, places[i].object);
+      if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    }
+    block[i].entries = value;
+    if (value != nullptr) prefetch(reinterpret_cast<PyDictObject*>(value));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const c10::TensorImpl* const impl = block[i].param->unsafeGetTensorImpl();
+    if (impl->is_python_dispatch() && shards_->empty()) return false;
+    block[i].grad = grad_of(places[i]);
+    block[i].is_readable = block[i].entries == nullptr || PyDict_Check(block[i].entries);
+    if (block[i].grad == nullptr) continue;
+    prefetch(block[i].grad->unsafeGetTensorImpl());
+    prefetch_line(impl->unsafe_storage().unsafeGetStorageImpl());
+    if (block[i].entries == nullptr || !block[i].is_readable) continue;
+    const auto* const keys =
+        reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(block[i].entries)->ma_keys);
+    prefetch_line(keys);
+    prefetch_line(keys + 64);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    std::fill(std::begin(block[i].found), std::end(block[i].found), nullptr);
+    if (block[i].grad == nullptr) continue;
+    if (block[i].entries != nullptr && block[i].is_readable) take_entries(block[i]);
+    for (PyObject* const each : block[i].found) {
+      if (each != nullptr) prefetch_line(each);  // prefetching null searches the page tables
+    }
+    prefetch_line(storage_of(*block[i].grad));
+  }
+  const auto for_each_entry = [&](const auto& visit) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!block[i].is_readable) continue;
+      for (PyObject* const each : block[i].found) {
+        if (each != nullptr) visit(*THPVariable_Unpack(each).unsafeGetTensorImpl());
+      }
+    }
+  };
+  for_each_entry([](const c10::TensorImpl& impl) { prefetch(&impl); });
+  for_each_entry([](const c10::TensorImpl& impl) {
+    prefetch_line(impl.unsafe_storage().unsafeGetStorageImpl());
+  });
+  return true;
+}
+
+bool Stepper::fits_options(const Collected& one, bool has_blocks) const {
+  const GroupFormat& format = formats_[one.place->group];
+  const at::Tensor& param = *one.param;
+  const at::ScalarType dtype = param.scalar_type();
+  const auto tensor = [&](int part) -> const at::Tensor& {
+    return THPVariable_Unpack(one.found[part]);
+  };
+  using Masters = GroupFormat::Masters;
+  const bool has_master = is_16_bit(dtype) && format.masters != Masters::kNone;
+  if (has_master != (one.found[kMaster] != nullptr)) return false;
+  if (has_master) {
+    const int of_fp16 = dtype == at::kHalf ? 1 : 0;
+    const int wanted = format.masters == Masters::kFloat32 ? 0
+                       : format.masters == Masters::kSplit ? 1 + of_fp16
+                                                           : 3 + of_fp16;
+    if (one.forms[kMaster] != wanted || tensor(kMaster).device() != param.device()) return false;
+    if (wanted == 0 && tensor(kMaster).scalar_type() != at::kFloat) return false;
+  }
+  if (format.counts_steps()) {
+    if (one.found[kStep] == nullptr) return false;
+    const at::Tensor& step = tensor(kStep);
+    if (step.scalar_type() != at::kFloat || step.device() != param.device()) return false;
+  }
+  const bool is_coded = format.is_coded && dtype != at::kDouble;
+  const Codes codes = !has_blocks          ? Codes::kRatios
+                      : format.codes_roots ? Codes::kAll
+                                           : Codes::kAllButRoots;
+  at::ScalarType wanted = is_coded ? at::kBFloat16 : dtype;
+  if (dtype != at::kDouble && format.moments != at::ScalarType::Undefined) wanted = format.moments;
+  for (int i = 0; i < format.buffer_count; ++i) {
+    if (one.found[kBuffer0 + i] == nullptr) return false;
+    const at::Tensor& buffer = tensor(kBuffer0 + i);
+    const bool has_code = is_coded && is_among(formula_->buffers[i].code, codes);
+    if (one.forms[kBuffer0 + i] != (has_code ? 1 : 0)) return false;
+    if (!has_code && buffer.scalar_type() != wanted) return false;
+    if (buffer.device() != param.device()) return false;
+  }
+  return true;
+}
+
+void Stepper::add(const Collected& one) {
+  const ParamPlace& place = *one.place;
+  const GroupFormat& format = formats_[place.group];
+  const at::Tensor& param = *one.param;
+  ParamTensors tensors;
+  tensors.group = place.group;
+  tensors.index = place.index;
+  tensors.buffer_count = format.buffer_count;
+  tensors.tensors[kParam] = one.param;
+  tensors.tensors[kGrad] = one.grad;
+  objects_.push_back(place.object);
+  const auto take = [&](int part) {
+    if (one.found[part] == nullptr) return;
+    tensors.tensors[part] = &THPVariable_Unpack(one.found[part]);
+    objects_.push_back(one.found[part]);
+  };
+  take(kMaster);
+  if (format.counts_steps()) take(kStep);
+  bool has_blocks_here = false;
+  for (int i = 0; i < format.buffer_count; ++i) {
+    take(kBuffer0 + i);
+    TORCH_CHECK(tensors.tensors[kBuffer0 + i] != nullptr, optimizer_, ": ",
+                formula_->buffers[i].name, " of group ", place.group, ", param ", place.index,
+                " must be present");
+    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(formula_->buffers[i].code);
+  }
+  if (has_blocks_here) take(kExponents);
+  if (!shards_->empty()) tensors.global_offset = shards_->at(place.number).global_offset;
+  if (tensors.tensors[kMaster] != nullptr && tensors[kMaster].scalar_type() == at::kFloat) {
+    const auto number = static_cast<size_t>(place.number);
+    if (number >= seen_.size()) seen_.resize(number + 1);
+    const MasterSeen& seen = seen_[number];
+    tensors.master_is_current = seen.param.has_value() && is_plain(param) &&
+                                seen.param->is(param, version_of_param(place, param)) &&
+                                seen.data == param.const_data_ptr() &&
+                                seen.layout == layout_of(param) &&
+                                seen.master->_unsafe_get_target() == storage_of(tensors[kMaster]);
+    masters_.emplace_back(&place, one.found[kMaster]);
+  }
+  step_.add(tensors, groups_);
+  grads_.push_back(one.grad);
+  grad_places_.push_back(&place);
+  numel_ += param.numel();
+  is_on_cpu_ &= param.is_cpu();
+}
+
+bool Stepper::collect(const py::object& state, bool trusts_states, py::list& incomplete) {
+  constexpr size_t kBlock = 16;
+  Collected block[kBlock];
+  Py_ssize_t position = 0;
+  for (size_t first = 0; first < places_.size(); first += kBlock) {
+    const size_t count = std::min(kBlock, places_.size() - first);
+    if (!collect_block(block, &places_[first], count, state.ptr(), position)) return false;
+    for (size_t i = 0; i < count; ++i) {
+      const Collected& one = block[i];
+      if (one.grad == nullptr) continue;
+      const ParamPlace& place = *one.place;
+      const bool has_blocks =
+          formats_[place.group].is_coded &&
+          (shards_->empty() ? fits_blocks(*one.param) : shards_->at(place.number).has_blocks);
+      if (!one.is_readable || (!trusts_states && !fits_options(one, has_blocks))) {
+        incomplete.append(py::make_tuple(place.group, place.index));
+      } else if (incomplete.empty()) {
+        add(one);
+      }
+    }
+  }
+  return true;
+}
+
+// Forgets gradients whose memory is gone, so that later steps without a scaler compare nothing.
+void Stepper::check_carries_no_scale() {
+  scaled_.erase(std::remove_if(scaled_.begin(), scaled_.end(),
+                               [](const SeenTensor& seen) { return seen.storage.expired(); }),
+                scaled_.end());
+  if (scaled_.empty()) return;
+  std::unordered_map<const c10::StorageImpl*, const SeenTensor*> by_storage;
+  for (const SeenTensor& seen : scaled_) {
+    by_storage.emplace(seen.storage._unsafe_get_target(), &seen);
+  }
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const ParamPlace& place = *grad_places_[i];
+    const auto found = by_storage.find(storage_of(*grads_[i]));
+    TORCH_CHECK(
+        found == by_storage.end() ||
+            !found->second->is(*grads_[i], version_of_grad(place, *grads_[i])),
+        optimizer_, ": grad of group ", place.group, ", param ", place.index,
+        " still carries the loss scale, because scaler.step(optimizer) has already used this "
+        "gradient. Don't call optimizer.step() as well, and call zero_grad() before the next "
+        "backward(). If you unscaled the gradient in a way that torch does not count, such as "
+        "through .data, add an in-place operation that torch counts: grad.mul_(1).");
+  }
+}
+
+// A skipped step leaves gradients scaled that it should have written back, but only the device
+// knows of it, so they count as unscaled.
+void Stepper::remember_scaled() {
+  scaled_.clear();
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const ParamPlace& place = *grad_places_[i];
+    if (groups_.groups[place.group].hyperparameters->write_back_grads) continue;
+    const at::Tensor& grad = *grads_[i];
+    scaled_.push_back({grad.storage().getWeakStorageImpl(), version_of_grad(place, grad)});
+  }
+}
+
+// Runs after all launches, because parameters that are views of one tensor share its version
+// counter. A caller that passes shards increments the version of each DTensor that was stepped.
+void Stepper::remember_masters() {
+  for (const auto& [place, object] : masters_) {
+    MasterSeen& seen = seen_[place->number];
+    const at::Tensor &master = THPVariable_Unpack(object),
+                     &param = THPVariable_Unpack(place->object);
+    if (!seen.master.has_value() || seen.master->_unsafe_get_target() != storage_of(master)) {
+      seen.master = master.storage().getWeakStorageImpl();
+    }
+    const bool is_dtensor = !shards_->empty() && shards_->at(place->number).is_dtensor;
+    SeenTensor::remember(seen.param, param, version_of_param(*place, param) + (is_dtensor ? 1 : 0));
+    seen.data = param.const_data_ptr();
+    seen.layout = layout_of(param);
+  }
+}
+
+std::vector<std::pair<int64_t, uint64_t>> Stepper::hashes_of_grads() const {
+  std::vector<std::pair<int64_t, uint64_t>> hashes;
+  hashes.reserve(grads_.size());
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const auto address = reinterpret_cast<uint64_t>(grads_[i]->const_data_ptr());
+    const auto version = static_cast<uint64_t>(version_of_grad(*grad_places_[i], *grads_[i]));
+    hashes.emplace_back(grad_places_[i]->number, address ^ (version << 48));
+  }
+  return hashes;
+}
+
+// Columns: what the step needs; a norm is "given" if the caller passed its sum of squares. Rows:
+// what the last scan left. Entries: whether the step scans the gradients itself.
+//
+//   last scan                 nothing   found_inf   norm, given   norm, not given
+//   none                      no        no          no            yes
+//   without sums of squares   no        no          no            yes
+//   with sums of squares      no        no          no            no
+//   a gradient changed since  no        yes         yes           yes
+void Stepper::find_norm(GradientOptions& options, bool wants_norm) {
+  const auto scanned = std::exchange(scanned_, {});
+  OptionalTensor sum = std::exchange(scanned_sum_, std::nullopt);
+  const bool has_changed = !scanned.empty() && scanned != hashes_of_grads();
+  const bool adds_squares = wants_norm && !options.sum_of_squares.has_value();
+  const bool scans =
+      has_changed ? wants_norm || options.found_inf.has_value() : adds_squares && !sum.has_value();
+  if (scans) {
+    for (size_t i = 0; i < grads_.size(); ++i) scan_.add(*grads_[i], grad_places_[i]->number);
+    scan_.run({}, {}, wants_norm, options.skip_nonfinite, scratch_);
+    const at::Tensor total = wants_norm ? scan_.sum_of_squares() : at::Tensor();
+    sum = total.defined() ? OptionalTensor(total) : std::nullopt;
+    for (const GradScan::Part& part : scan_.parts()) {
+      if (!options.found_inf.has_value()) break;
+      const at::Device device = scan_.parts().front().device;
+      options.found_inf =
+          scalar_on(device, *options.found_inf).add(to_device(part.found_inf, device));
+    }
+  }
+  if (adds_squares) options.sum_of_squares = std::move(sum);
+}
+
+py::object Stepper::step(const py::object& state, const py::object& param_groups,
+                         const py::object& params, Inputs inputs, const std::vector<Shard>& shards,
+                         bool trusts_states) {
+  const bool takes_all = params.is_none();
+  const Claim claim(*this, "step", /*waits=*/!takes_all);
+  shards_ = &shards;
+  progress.clear();
+  py::list incomplete;
+  if (!PyDict_Check(state.ptr()) || !read_groups(param_groups)) return incomplete;
+  place_params(params);
+  try {
+    if (!collect(state, trusts_states, incomplete)) return py::list();
+    if (!incomplete.empty()) return incomplete;
+    if (!inputs.is_of_scaler && !scaled_.empty()) check_carries_no_scale();
+    const GroupFormat first = formats_.empty() ? GroupFormat() : formats_[0];
+    const bool wants_norm = first.max_grad_norm.has_value() || inputs.sum_of_squares.has_value();
+    const bool had_scale = inputs.grad_scale.has_value();
+    if (!places_.empty()) {
+      const at::Device device = THPVariable_Unpack(places_[0].object).device();
+      const auto renew = [&](OptionalTensor& scalar, bool is_wanted) {
+        if (!is_wanted) scalar.reset();
+        if (is_wanted && (!scalar.has_value() || scalar->device() != device))
+          scalar = new_scalar(device);
+      };
+      renew(grad_norm, wants_norm);
+      renew(step_applied, tracks_step_applied);
+    }
+    StepInputs of_step{{std::move(inputs.grad_scale), std::move(inputs.found_inf),
+                        first.max_grad_norm, std::move(inputs.sum_of_squares),
+                        wants_norm ? grad_norm : std::nullopt, first.skip_nonfinite},
+                       std::move(inputs.max_norm),
+                       tracks_step_applied ? step_applied : std::nullopt};
+    std::optional<WithoutGil> without_gil;
+    if (!is_on_cpu_ || numel_ >= kSmallStep) without_gil.emplace(*this);
+    const at::NoGradGuard no_grad;
+    if (takes_all) find_norm(of_step.gradients, wants_norm);
+    StepProgress done;
+    try {
+      step_.run(groups_, of_step, scratch_, done);
+    } catch (...) {
+      if (without_gil.has_value()) without_gil->take_back();
+      progress = done.text();
+      throw;
+    }
+    if (without_gil.has_value()) without_gil->take_back();
+    if (!done.was_skipped) remember_masters();
+    if (had_scale && takes_all) remember_scaled();
+    return py::int_(grads_.size());
+  } catch (...) {  // no later step may use a scan that was made for this one
+    if (takes_all) scanned_.clear();
+    throw;
+  }
+}
+
+at::Tensor& Stepper::first_nonfinite_on(const at::Device& device) {
+  for (at::Tensor& first : first_nonfinites_) {
+    if (first.device() == device) return first;
+  }
+  const OutsideInferenceMode normal;
+  return first_nonfinites_.emplace_back(
+      at::full({}, kNoTensor, at::TensorOptions(device).dtype(at::kLong)));
+}
+
+bool Stepper::collect_grads() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const auto tensor_at = [&](size_t ahead) -> const c10::TensorImpl* {
+      if (i + ahead >= places_.size() || !is_param(places_[i + ahead].object)) return nullptr;
+      return THPVariable_Unpack(places_[i + ahead].object).unsafeGetTensorImpl();
+    };
+    if (i + 12 < places_.size()) prefetch_line(places_[i + 12].object);
+    if (const auto* const ahead = tensor_at(8)) prefetch(ahead);
+    if (const auto* const ahead = tensor_at(4)) {
+      if (ahead->grad().defined()) prefetch(ahead->grad().unsafeGetTensorImpl());
+    }
+    if (const auto* const ahead = tensor_at(2)) {
+      if (ahead->grad().defined()) prefetch_line(storage_of(ahead->grad()));
+    }
+    const ParamPlace& place = places_[i];
+    if (!is_param(place.object)) return false;
+    const auto* const impl = THPVariable_Unpack(place.object).unsafeGetTensorImpl();
+    if (impl->is_python_dispatch() && shards_->empty()) return false;
+    const at::Tensor* const grad = grad_of(place);
+    if (grad == nullptr) continue;
+    step_.check_grad(*grad, place.group, place.index);
+    grads_.push_back(grad);
+    grad_places_.push_back(&place);
+    numel_ += grad->numel();
+    is_on_cpu_ &= grad->is_cpu();
+  }
+  return true;
+}
+
+py::object Stepper::scan(const py::object& param_groups, const py::object& params,
+                         const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
+                         bool sums_squares, const std::vector<Shard>& shards) {
+  const bool takes_all = params.is_none();
+  const Claim claim(*this, "scan_gradients", /*waits=*/!takes_all);
+  shards_ = &shards;
+  if (takes_all) {  // if this scan fails, no step may use an earlier one
+    scanned_.clear();
+    scanned_sum_.reset();
+  }
+  if (!read_groups(param_groups)) return py::none();
+  place_params(params);
+  if (!collect_grads()) return py::none();
+  check_scalar(optimizer_, "found_inf", found_inf);
+  check_scalar(optimizer_, "grad_scale", grad_scale);
+  bool is_partitioned = false;
+  for (size_t i = 0; i < grads_.size(); ++i) {
+    const int64_t number = grad_places_[i]->number;
+    const int64_t partition = shards.empty() ? 0 : shards[number].partition;
+    is_partitioned |= partition != 0;
+    scan_.add(*grads_[i], number, partition);
+  }
+  for (GradScan::Part& part : scan_.parts()) part.first_nonfinite = first_nonfinite_on(part.device);
+  const GroupFormat first = formats_.empty() ? GroupFormat() : formats_[0];
+  sums_squares |= first.max_grad_norm.has_value();
+  {
+    std::optional<WithoutGil> without_gil;
+    if (!is_on_cpu_ || numel_ >= kSmallStep) without_gil.emplace(*this);
+    scan_.run(found_inf, grad_scale, sums_squares, first.skip_nonfinite, scratch_);
+    if (takes_all) scanned_ = hashes_of_grads();
+    if (takes_all && sums_squares && !is_partitioned && !grads_.empty()) {
+      scanned_sum_ = scan_.sum_of_squares();
+    }
+  }
+  py::list found;
+  for (const GradScan::Part& part : scan_.parts()) {
+    found.append(py::make_tuple(part.found_inf, part.first_nonfinite, part.partition,
+                                sums_squares ? OptionalTensor(part.sum_of_squares) : std::nullopt));
+  }
+  return found;
+}
+
+bool Stepper::gradients_were_written(const py::object& param_groups,
+                                     const std::vector<Shard>& shards) {
+  const Claim claim(*this, "step");
+  shards_ = &shards;
+  if (scanned_.empty() || !read_groups(param_groups)) return false;
+  place_params(py::none());
+  if (!collect_grads()) return false;
+  const auto hashes = hashes_of_grads();
+  return std::any_of(hashes.begin(), hashes.end(), [&](const auto& now) {
+    const auto before =
+        std::lower_bound(scanned_.begin(), scanned_.end(), std::pair(now.first, uint64_t{0}));
+    return before != scanned_.end() && before->first == now.first && *before != now;
+  });
+}
+
+void Stepper::check_grads(const py::object& param_groups, bool is_of_scaler,
+                          const std::vector<Shard>& shards) {
+  const Claim claim(*this, "step");
+  shards_ = &shards;
+  if (!read_groups(param_groups)) return;
+  place_params(py::none());
+  if (collect_grads() && !is_of_scaler && !scaled_.empty()) check_carries_no_scale();
+}
+
+void Stepper::mark_scaled(const py::object& param_groups, const std::vector<Shard>& shards) {
+  const Claim claim(*this, "step");
+  shards_ = &shards;
+  if (!read_groups(param_groups)) return;
+  place_params(py::none());
+  if (collect_grads()) remember_scaled();
+}
+
+void define_stepper(py::module_& module) {
+  py::class_<Shard>(module, "Shard")
+      .def(py::init([](int64_t partition, int64_t global_offset, bool is_dtensor, bool has_blocks,
+                       OptionalTensor grad, int64_t version, int64_t grad_version) {
+             return Shard{partition,       global_offset, is_dtensor,  has_blocks,
+                          std::move(grad), version,       grad_version};
+           }),
+           py::arg("partition"), py::arg("global_offset"), py::arg("is_dtensor"),
+           py::arg("has_blocks"), py::arg("grad"), py::arg("version"), py::arg("grad_version"));
+  using Shards = std::vector<Shard>;
+  py::class_<Stepper>(module, "Stepper", py::dynamic_attr())
+      .def(py::init<std::string, const std::string&>(), py::arg("optimizer"),
+           py::arg("hyperparameters"))
+      .def(
+          "step",
+          [](Stepper& self, const py::object& state, const py::object& param_groups,
+             OptionalTensor grad_scale, OptionalTensor found_inf, OptionalTensor sum_of_squares,
+             OptionalTensor max_norm, bool is_of_scaler, const py::object& params,
+             const Shards& shards, bool trusts_states) {
+            return self.step(state, param_groups, params,
+                             {std::move(grad_scale), std::move(found_inf),
+                              std::move(sum_of_squares), std::move(max_norm), is_of_scaler},
+                             shards, trusts_states);
+          },
+          py::arg("state"), py::arg("param_groups"), py::arg("grad_scale"), py::arg("found_inf"),
+          py::arg("sum_of_squares"), py::arg("max_norm"), py::arg("is_of_scaler"),
+          py::arg("params") = py::none(), py::arg("shards") = Shards(),
+          py::arg("trusts_states") = false)
+      .def("scan", &Stepper::scan, py::arg("param_groups"), py::arg("params"), py::arg("found_inf"),
+           py::arg("grad_scale"), py::arg("sums_squares"), py::arg("shards") = Shards())
+      .def("gradients_were_written", &Stepper::gradients_were_written, py::arg("param_groups"),
+           py::arg("shards") = Shards())
+      .def("check_grads", &Stepper::check_grads, py::arg("param_groups"), py::arg("is_of_scaler"),
+           py::arg("shards") = Shards())
+      .def("mark_scaled", &Stepper::mark_scaled, py::arg("param_groups"),
+           py::arg("shards") = Shards())
+      .def("forget_scan", &Stepper::forget_scan)
+      .def("forget_masters", &Stepper::forget_masters)
+      .def_readwrite("tracks_step_applied", &Stepper::tracks_step_applied)
+      .def_readonly("grad_norm", &Stepper::grad_norm)
+      .def_readonly("step_applied", &Stepper::step_applied)
+      .def_readwrite("progress", &Stepper::progress);
+  // Returns how many buffers the states of a group have, and whether they count steps because the
+  // formula needs the number or because values are dithered.
+  module.def(
+      "state_needs",
+      [](const std::string& hyperparameters, const py::dict& group) {
+        GroupFormat format;
+        OptionalTensor lr;
+        if (!formula_named(hyperparameters)->read(group.ptr(), format, lr)) {
+          throw py::value_error("the options of a group must be checked before they are used");
+        }
+        return std::make_tuple(format.buffer_count, format.formula_counts, format.dithers);
+      },
+      py::arg("hyperparameters"), py::arg("group"));
+}
+
+}  // namespace amp_ext::python
