@@ -40,9 +40,11 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
             f"MixedPrecisionTrainer.save: path must be of a file, or of nothing yet, got {path}, "
             "which is a folder, a device, a pipe or a socket"
         )
-    folder, name = os.path.split(os.path.realpath(os.fsencode(path)))
-    end = f".{secrets.token_hex(8)}.tmp".encode()
-    temporary = os.path.join(folder, name[: _LONGEST_NAME - len(end)] + end)
+    target = os.path.realpath(os.fsdecode(path))
+    folder, name = os.path.split(target)
+    end = f".{secrets.token_hex(8)}.tmp"
+    begin = os.fsdecode(os.fsencode(name)[: _LONGEST_NAME - len(end)])
+    temporary = os.path.join(folder, begin + end)
     permissions = 0o666 if mode is None else stat.S_IMODE(mode)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions)
     try:
@@ -57,13 +59,13 @@ def write_checkpoint(content: Any, path: str | os.PathLike[str]) -> None:
                 raise (error.__context__ or error) from None
             file.flush()
             os.fsync(descriptor)
-        classes = torch.serialization.get_unsafe_globals_in_checkpoint(os.fsdecode(temporary))
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
         if classes:
             raise ValueError(
                 "MixedPrecisionTrainer.save: model, trainer and extra must have tensors, numbers, "
                 f"text and lists and dicts of these alone, got {', '.join(sorted(classes))}"
             )
-        os.replace(temporary, os.path.join(folder, name))
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -80,20 +80,18 @@ def _nesting() -> int:
 
 
 def interrupted_at_each_line(
-    make: Callable[[], Any], call: Callable[[Any], Any], package: str | None = None
+    make: Callable[[], Any], call: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, str]]:
     """Yields what was made, after a call was interrupted at its first line, at its second, ...
 
     Args:
         make: Makes what is called, anew for each line.
         call: Takes it.
-        package: Whose lines alone count, as "training"; None for those of all packages of ours, of
-            torch's optimizers and of its scaler.
 
     Yields:
         What was made, and the line.
     """
-    files = tuple(map(str, _FILES if package is None else (_OURS / package,)))
+    files = tuple(map(str, _FILES))
     at = 0
     while True:
         at += 1

@@ -207,7 +207,7 @@ def test_what_is_no_file_is_refused(make):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing/run.pt", "No such file or directory: .*missing/run.pt"),
+        ("missing/run.pt", "No such file or directory: '/.*missing/run.pt"),
         ("file/run.pt", "Not a directory: .*file/run.pt'"),
         ("loop", "Too many levels of symbolic links: .*loop'"),
     ],
