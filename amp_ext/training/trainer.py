@@ -569,10 +569,9 @@ class MixedPrecisionTrainer:
             )
         copies = []
         for param, grad in zip(params, gradients, strict=True):
-            copies.append(None if grad is None else grad.to(param.device, copy=True))
-            param.detach().requires_grad_().grad = copies[
-                -1
-            ]  # raises if the shape or dtype differs
+            copied = None if grad is None else grad.to(param.device, copy=True)
+            param.detach().requires_grad_().grad = copied  # raises if its shape or dtype differs
+            copies.append(copied)
         return copies
 
     def _check_not_sharded(self, operation: str) -> None:

@@ -42,6 +42,13 @@ def test_all_sides_do_the_same_work(work: Work):
             torch.testing.assert_close(param, ours, **limits, msg=f"{side}: {{}}".format)
 
 
+def test_slow_loops_of_torch_stand_beside_one_row():
+    first, *others = (work for _, work in ROWS)
+    assert first == Work("AdamW", torch.float32, scaler=True)
+    assert first.sides() == ["ours", "fused", "foreach", "default"]
+    assert {"foreach", "default"}.isdisjoint(side for work in others for side in work.sides())
+
+
 def bytes_of(work: Work) -> tuple[float, float]:
     """Returns the bytes of an element that stay, and those that a step must move."""
     program = make_program("ours", work, make_params(work, SQUARE, CPU))

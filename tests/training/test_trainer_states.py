@@ -159,7 +159,9 @@ def trainer_after(batches: int, **options: Any) -> MixedPrecisionTrainer:
 
 
 OURS, THEIRS = amp_ext.optim.AdamW, cases.torchs_adamw
-FAILS_LATE = [(OURS, part) for part in ("optimizer", "scheduler", "average", "scaler")]
+FAILS_LATE = [
+    (OURS, part) for part in ("optimizer", "scheduler", "average", "scaler", "norm_guard")
+]
 FAILS_LATE += [(THEIRS, part) for part in ("optimizer", "scheduler", "scaler")]
 
 
@@ -169,7 +171,8 @@ def test_a_load_that_fails_late_changes_nothing(make_optimizer, fails, make_sche
     def make(batches: int, seed: int) -> MixedPrecisionTrainer:
         options = {"optimizer": make_optimizer, "growth_interval": 1, **TWO_STEPS}
         options |= {"scheduler": lambda optimizer: [make_scheduler(optimizer)] * 2}
-        options |= {"average_decay": 0.5} if make_optimizer is OURS else {}
+        if make_optimizer is OURS:
+            options |= {"average_decay": 0.5, "norm_guard": {}}
         trainer = new_trainer("fp16", new_model(seed=seed), **options)
         cases.train_on(trainer, cases.batches(count=batches))
         return trainer
