@@ -96,8 +96,8 @@ def tensor_core_advice(model: nn.Module) -> list[Advice]:
         if isinstance(module, nn.MultiheadAttention):
             heads[module.embed_dim] = math.lcm(heads.get(module.embed_dim, 1), module.num_heads)
             parts.update(module.children())
-    # Maps dimensions, with * for the index of a layer, to the first of them and their number.
-    found: dict[tuple[str, int, int], tuple[str, int]] = {}
+    # Dimensions by their pattern, with * for the index of a layer, their size and its multiple.
+    found: dict[tuple[str, int, int], list[str]] = {}
     for path, module in model.named_modules():
         names = next((names for kind, names in _SIZES.items() if isinstance(module, kind)), ())
         groups = module.groups if isinstance(module, _CONVOLUTIONS) else 1
@@ -111,11 +111,10 @@ def tensor_core_advice(model: nn.Module) -> list[Advice]:
                 continue  # a lookup, which is no matrix product, or a size that fits
             dimension = f"{path}.{name}".lstrip(".") + " / groups" * (groups > 1)
             key = re.sub(r"(?<![^.])\d+(?![^.])", "*", dimension), size, multiple
-            first, count = found.get(key, (dimension, 0))
-            found[key] = first, count + 1
+            found.setdefault(key, []).append(dimension)
     return [
-        Advice(dimension if count == 1 else pattern, count, size, multiple, size + -size % multiple)
-        for (pattern, size, multiple), (dimension, count) in found.items()
+        Advice(all_of[0] if len(all_of) == 1 else name, len(all_of), size, n, size + -size % n)
+        for (name, size, n), all_of in found.items()
     ]
 
 
