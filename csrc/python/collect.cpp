@@ -26,17 +26,14 @@ namespace {
 
 PyObject* interned(const std::string& name) { return PyUnicode_InternFromString(name.c_str()); }
 
-// Names of the options that all optimizers have.
+// Names of the options that all optimizers have. The module must have no state, so each optimizer
+// has its own references.
 struct OptionNames {
   PyObject *params = interned("params"), *lr = interned("lr"),
            *master_weights = interned("master_weights"), *state_dtype = interned("state_dtype"),
            *rounding = interned("rounding"), *max_grad_norm = interned("max_grad_norm"),
            *clip_value = interned("clip_value"), *skip_nonfinite = interned("skip_nonfinite");
 };
-const OptionNames& names() {
-  static const OptionNames* const all = new OptionNames();
-  return *all;
-}
 
 // Clears an error of Python, and returns false. Does not clear interrupts.
 bool clear_error() {
@@ -82,8 +79,7 @@ bool is_text(PyObject* value, const char* text) {
 }
 
 // Reads the options that decide about states, and whether values may be dithered.
-bool read_format(PyObject* group, GroupFormat& format) {
-  const OptionNames& name = names();
+bool read_format(PyObject* group, const OptionNames& name, GroupFormat& format) {
   PyObject* const masters = PyDict_GetItemWithError(group, name.master_weights);
   PyObject* const moments = PyDict_GetItemWithError(group, name.state_dtype);
   PyObject* const rounding = PyDict_GetItemWithError(group, name.rounding);
@@ -124,6 +120,7 @@ template <typename Hyperparameters>
 class FormulaOf final : public Formula {
  public:
   FormulaOf() {
+    params = name.params;
     buffers = Hyperparameters::kBuffers;
     buffer_count = static_cast<int>(std::size(Hyperparameters::kBuffers));
     Hyperparameters::for_each_field([&](const char* name, auto) {
@@ -153,7 +150,6 @@ class FormulaOf final : public Formula {
   }
 
   bool read(PyObject* group, GroupFormat& format, OptionalTensor& lr) override {
-    const OptionNames& name = names();
     Hyperparameters& one = all_.emplace_back();
     PyObject* const rate = PyDict_GetItemWithError(group, name.lr);
     if (rate != nullptr && !PyFloat_CheckExact(rate) && THPVariable_Check(rate)) {
@@ -184,7 +180,7 @@ class FormulaOf final : public Formula {
     if (!are_read || !limit_in(PyDict_GetItemWithError(group, name.clip_value), one.clip_value) ||
         norm == nullptr || !limit_in(norm, max_grad_norm) ||
         !flag_in(PyDict_GetItemWithError(group, name.skip_nonfinite), format.skip_nonfinite) ||
-        !read_format(group, format)) {
+        !read_format(group, name, format)) {
       return false;
     }
     one.dither = format.dithers;
@@ -208,6 +204,7 @@ class FormulaOf final : public Formula {
     PyObject* option;
     int index;  // among the numbers of the option; -1: the option is the number
   };
+  const OptionNames name;
   std::vector<Field> fields_;
   PyObject* option_of_last_ = nullptr;
   int number_of_betas_ = 0;
@@ -356,7 +353,7 @@ bool Stepper::read_groups(const py::object& param_groups) {
     PyObject* const group = PyList_GET_ITEM(param_groups.ptr(), i);
     if (!PyDict_Check(group)) return false;
     if (!formula_->read(group, formats_.emplace_back(), lrs_.emplace_back())) return false;
-    PyObject* const params = PyDict_GetItemWithError(group, names().params);
+    PyObject* const params = PyDict_GetItemWithError(group, formula_->params);
     // Reading an iterator or a set again may give other parameters.
     if (params == nullptr || PyIter_Check(params) || PyAnySet_Check(params)) return false;
     lists_.push_back(py::reinterpret_steal<py::object>(PySequence_Fast(params, "params")));

@@ -61,6 +61,7 @@ class Formula {
   virtual void put_into(StepGroups& groups) = 0;
 
   std::vector<Key> keys;
+  PyObject* params = nullptr;  // the key of a group's parameters
   const BufferDescription* buffers = nullptr;
   int buffer_count = 0;
 };

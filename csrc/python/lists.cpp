@@ -14,6 +14,12 @@
 
 namespace amp_ext::python {
 
+// Names of an optimizer: of its operation over lists, its hyperparameters and its buffers.
+struct FormulaNames {
+  std::string operation;
+  py::tuple fields, buffers;
+};
+
 namespace {
 
 // Pops the argument `name`, or None if it is missing. Throws if the argument is not a `List`.
@@ -97,12 +103,6 @@ const char* name_of(BufferCode code) {
   }
   return nullptr;
 }
-
-// Names of an optimizer: of its operation over lists, its hyperparameters and its buffers.
-struct FormulaNames {
-  std::string operation;
-  py::tuple fields, buffers;
-};
 
 // Defines the names of an optimizer, and its operation over lists, for example adam_. The operation
 // takes keyword arguments only.

@@ -214,16 +214,14 @@ def small(name: str = "AdamW", **options: Any) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("kind", SCALERS.values(), ids=SCALERS)
-def test_a_scaler_does_not_step_a_second_time(kind, emulated):
-    optimizer, scaler = small(), kind("cpu", init_scale=SCALE)
+def test_a_scaler_does_not_step_a_second_time(emulated):
+    optimizer, scaler = small(), amp_ext.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(1))
-    scans = 2 if kind is amp_ext.GradScaler else 0
-    with refusing_launch(scans + 1), pytest.raises(torch.AcceleratorError, match=WORDS):
+    with refusing_launch(3), pytest.raises(torch.AcceleratorError, match=WORDS):
         scaler.step(optimizer)
     left = bits_of(optimizer)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"was interrupted|has already been called"):
+        with pytest.raises(RuntimeError, match="was interrupted"):
             scaler.step(optimizer)
     assert all(map(are_same, bits_of(optimizer), left))
 
