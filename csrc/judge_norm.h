@@ -29,9 +29,12 @@ struct NormJudgement {
   double sigma_factor, window, warmup_steps, max_norm, patience, clips;
 };
 
+// A constant, because device code can't call functions of the host.
+inline constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
 // Returns the limit above which a norm is an outlier, according to the statistics alone.
 AMP_EXT_INLINE double limit_of_statistics(const NormJudgement& known) {
-  if (known.entered < known.warmup_steps) return std::numeric_limits<double>::infinity();
+  if (known.entered < known.warmup_steps) return kInfinite;
   const double deviation = larger(square_root(known.variance), 0.01 * known.mean);
   return known.mean + known.sigma_factor * deviation;
 }
@@ -74,7 +77,7 @@ AMP_EXT_INLINE void judge_norm(const GradientInputs& inputs, NormJudgement& judg
                                float& skips) {
   const StepDecision step = StepDecision::read(inputs);
   NormJudgement known = judgement;
-  known.max_norm_of_step = std::numeric_limits<double>::infinity();
+  known.max_norm_of_step = kInfinite;
   known.last_was_skipped = 0.0;
   if (inputs.sum_of_squares != nullptr && !step.skip) {
     known.norms += 1.0;
@@ -82,7 +85,7 @@ AMP_EXT_INLINE void judge_norm(const GradientInputs& inputs, NormJudgement& judg
     if (is_finite(step.grad_norm)) {
       judge_finite_norm(step.grad_norm, known);
     } else {
-      known.last_norm = std::numeric_limits<double>::infinity();
+      known.last_norm = kInfinite;
       known.nonfinite += 1.0;
       known.last_was_skipped = inputs.skip_nonfinite ? 0.0 : 1.0;
     }
