@@ -481,6 +481,7 @@ class MixedPrecisionTrainer:
         self._load(operation, content["trainer"], model, content["random"])
         return content["extra"]
 
+    @outside_inference_mode()
     def _load(
         self,
         operation: str,
@@ -501,10 +502,9 @@ class MixedPrecisionTrainer:
                 f"{operation}: state_dict must have the states of {len(schedulers)} schedulers, "
                 f"got {len(schedules)}"
             )
-        with outside_inference_mode():
-            gradients = self._saved_gradients(operation, state) if state["accumulated"] else []
-            loss = state.get("loss")  # files of earlier releases lack it
-            loss = self._no_loss if loss is None else loss.to(self._device, copy=True)
+        gradients = self._saved_gradients(operation, state) if state["accumulated"] else []
+        loss = state.get("loss")  # files of earlier releases lack it
+        loss = self._no_loss if loss is None else loss.to(self._device, copy=True)
         scaler: Any = self.scaler
         guard: Any = self._guard()
         scaler_state = None if scaler is None else state["scaler"]
