@@ -60,10 +60,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Steps all parameters of all groups in one fused launch.
 
     A subclass declares the options in the signature of its constructor, and names its formula in
-    ``_hyperparameters_class``. float16 and bfloat16 parameters have a
-    float32 master in their state, ``state[param]["master_param"]``, unless the group has
-    ``master_weights=False``. Buffers, such as moments, have the group's ``state_dtype`` (float64
-    for float64 parameters). Buffers quantized to 8 bits have other keys.
+    ``_hyperparameters_class``. float16 and bfloat16 parameters have a float32 master in their
+    state, ``state[param]["master_param"]``, unless the group has ``master_weights=False``. Buffers,
+    such as moments, have the group's ``state_dtype`` (float64 for float64 parameters). Buffers
+    quantized to 8 bits have other keys.
 
     A gradient scaler passes ``grad_scale`` and ``found_inf`` for one step. The kernel unscales the
     gradients, and writes nothing if ``found_inf`` is not 0; the host does not read the flag.
@@ -237,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Checks the options that a training loop may have written into the groups."""
         for index, group in enumerate(self.param_groups):
             self.check_options(group, f"{type(self).__name__}: %s of group {index}")
-        for name in ("max_grad_norm", "skip_nonfinite"):  # of the norm over all gradients
+        for name in ("max_grad_norm", "skip_nonfinite"):  # the norm is that of all gradients
             values = [group[name] for group in self.param_groups]
             if any(value != values[0] for value in values):
                 raise ValueError(
@@ -534,7 +534,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         inputs = params, found_inf, grad_scale, sums_squares
         found = self._stepper.compiled.scan(self.param_groups, *inputs)
-        return self._stepper.take_scan(self, *inputs)[0] if found is None else found
+        return self._stepper.scan_slowly(self, *inputs)[0] if found is None else found
 
     def _grad_norms(self, grad_scale: Tensor | None) -> Tensor | None:
         """Returns the norm of each gradient; None if the optimizer has no parameters."""
@@ -860,7 +860,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, value in defaults.items():
                 group.setdefault(name, value)
         state = dict(state)
-        state.pop("_progress", None)  # of earlier releases
+        state.pop("_progress", None)  # pickles of earlier releases have it
         tracks = state.pop("track_grad_norms", False)
         guard = state.pop("norm_guard", None)
         if "_stepper" not in vars(self):

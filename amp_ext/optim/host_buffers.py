@@ -37,7 +37,7 @@ class HostCopy:
         else:  # the tensor in ``data`` has a version counter of its own
             self.local = local.data
             self.tensor = _sharded_as(param, self.local)
-        self.group = 0  # of the parameter
+        self.group = 0  # index of the group that has the parameter
         self._seen: tuple[StorageWeakRef, int, int, int] | None = None
 
     def fits(self, param: Tensor) -> bool:

@@ -157,7 +157,7 @@ class OffloadedStates:
         self._error: BaseException | None = None  # the first error of the thread
         self._updated = 0  # parameters that the thread has stepped in this step
         self.progress = ""  # how far the last step came, if it failed: "3 of 8 parameters"
-        self._lock = threading.RLock()  # of a step or a hook
+        self._lock = threading.RLock()  # held by a step or a hook
         self._check_memory(optimizer)
         self.synchronize()
         self._convert_states(self.inner.state, self.host_of)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stepper"]
 
-# What a scan finds for each device and partition: the flag, the index of the first nonfinite
+# The results of a scan for one device and partition: the flag, the index of the first nonfinite
 # gradient, the index of the partition, and the sum of squares or None.
 Found = tuple[Tensor, Tensor, int, "Tensor | None"]
 
@@ -190,7 +190,7 @@ class Stepper:
                 trusts_states,
             )
 
-        answer, made = step(optimizer.state, False), {}
+        answer = step(optimizer.state, False)
         if answer == []:
             self._refuse_params("step")
         if isinstance(answer, list):  # the places of parameters whose states are not complete
@@ -226,7 +226,7 @@ class Stepper:
 
     # Scans.
 
-    def take_scan(
+    def scan_slowly(
         self,
         optimizer: FusedOptimizer,
         params: Sequence[Tensor] | None,
@@ -234,20 +234,17 @@ class Stepper:
         grad_scale: Tensor | None,
         sums_squares: bool,
     ) -> tuple[list[Found], ShardedOver]:
-        """Scans gradients on this rank.
+        """Scans gradients where Python must first check options or take local shards.
 
         Returns:
             What was found for each device and partition, and the process groups over which the
             parameters are sharded.
         """
-        inputs = found_inf, grad_scale, sums_squares
-        found = self.compiled.scan(optimizer.param_groups, params, *inputs)
-        if found is not None:
-            return found, ShardedOver()
         self.check_groups(optimizer, "scan_gradients")
         local = LocalShards.of(optimizer, params)
         chosen = None if params is None else [local_tensor(param) for param in params]
-        found = self.compiled.scan(local.groups, chosen, *inputs, local.shards)
+        inputs = found_inf, grad_scale, sums_squares, local.shards
+        found = self.compiled.scan(local.groups, chosen, *inputs)
         if found is None:
             self._refuse_params("scan_gradients")
         return found, local.sharded_over
@@ -263,7 +260,10 @@ class Stepper:
             grad_scale: The scale that the gradients carry, or None.
         """
         has_guard = self.norm_guard is not None
-        found, sharded_over = self.take_scan(optimizer, None, found_inf, grad_scale, has_guard)
+        inputs = None, found_inf, grad_scale, has_guard
+        found, sharded_over = self.compiled.scan(optimizer.param_groups, *inputs), ShardedOver()
+        if found is None:
+            found, sharded_over = self.scan_slowly(optimizer, *inputs)
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
         if not sharded_over and not has_guard:

@@ -509,7 +509,7 @@ class MixedPrecisionTrainer:
         guard: Any = self._guard()
         scaler_state = None if scaler is None else state["scaler"]
         guard_state = None if guard is None else state.get("norm_guard")
-        # Others check the states of these two, which are loaded last.
+        # A new scaler and a copy of the guard check their states, which are loaded last.
         if scaler_state is not None:
             GradScaler(self._device.type).load_state_dict(scaler_state)
         if guard_state is not None:

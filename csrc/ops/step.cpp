@@ -42,7 +42,8 @@ bool is_split(Master master) {
   return master == Master::kResidual16 || master == Master::kResidual8;
 }
 
-// As TensorImpl::mutable_data and data, for a tensor that has a storage.
+// Returns the address of the elements of a tensor that has a storage, as its mutable_data() or
+// data() does.
 void* elements_of(const c10::TensorImpl& impl, bool written) {
   c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   const void* const begin = written ? storage->mutable_data() : storage->data();

@@ -7,12 +7,10 @@
 #include <amp_ext/options.h>
 
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "devices/dispatch.h"
@@ -77,7 +75,7 @@ struct DenseCopy {
   size_t of_args;  // index of the parameter in its batch
 };
 
-// What a step has written so far, in numbers of parameters.
+// The numbers of parameters that a step has written so far.
 struct AMP_EXT_API StepProgress {
   int64_t params = 0;           // parameters that the step updates
   int64_t stepped = 0;          // parameters updated with their states and step counters
@@ -113,7 +111,7 @@ struct AMP_EXT_API DeviceInputs {
   float* grad_norm = nullptr;  // [1], the norm of the unscaled gradients is written here; or null
 };
 
-// What a step reads and writes besides the tensors of its parameters.
+// The inputs and outputs of a step besides the tensors of its parameters.
 struct StepInputs {
   GradientOptions gradients;
   OptionalTensor max_norm;  // one float64, another limit of the norm, which needs sum_of_squares
@@ -142,8 +140,6 @@ class AMP_EXT_API Step {
   void run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratch,
            StepProgress& progress);
 
-  bool is_empty() const { return in_use_ == 0; }
-
  private:
   std::string name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const;
   void check_tensors(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
@@ -156,7 +152,8 @@ class AMP_EXT_API Step {
   std::vector<std::string> buffer_names_;
   std::vector<StepBatch> batches_;
   size_t in_use_ = 0;  // number of batches that have parameters
-  // Of the last parameter that passed all checks, so that are_usual() need not make them again.
+  // Keys and device of the last parameter that passed all checks: are_usual() need not make them
+  // again.
   c10::DispatchKeySet usual_keys_;
   at::Device usual_device_ = at::kCPU;
 };
@@ -192,17 +189,5 @@ class AMP_EXT_API GradScan {
  private:
   std::vector<Part> parts_;
 };
-
-// Returns the name of a hyperparameter that is NaN and would make parameters NaN, or null.
-template <typename Hyperparameters>
-const char* nan_in(const Hyperparameters& hyperparameters) {
-  const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
-  Hyperparameters::for_each_field([&](const char* name, auto member) {
-    if constexpr (std::is_floating_point_v<std::decay_t<decltype(hyperparameters.*member)>>) {
-      if (found == nullptr && std::isnan(hyperparameters.*member)) found = name;
-    }
-  });
-  return found;
-}
 
 }  // namespace amp_ext

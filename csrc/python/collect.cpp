@@ -120,7 +120,7 @@ template <typename Hyperparameters>
 class FormulaOf final : public Formula {
  public:
   FormulaOf() {
-    params = name.params;
+    params = names_.params;
     buffers = Hyperparameters::kBuffers;
     buffer_count = static_cast<int>(std::size(Hyperparameters::kBuffers));
     Hyperparameters::for_each_field([&](const char* name, auto) {
@@ -151,7 +151,7 @@ class FormulaOf final : public Formula {
 
   bool read(PyObject* group, GroupFormat& format, OptionalTensor& lr) override {
     Hyperparameters& one = all_.emplace_back();
-    PyObject* const rate = PyDict_GetItemWithError(group, name.lr);
+    PyObject* const rate = PyDict_GetItemWithError(group, names_.lr);
     if (rate != nullptr && !PyFloat_CheckExact(rate) && THPVariable_Check(rate)) {
       lr = THPVariable_Unpack(rate);
       if (lr->numel() != 1) return false;
@@ -176,11 +176,11 @@ class FormulaOf final : public Formula {
       }
     });
     double max_grad_norm = 0.0;
-    PyObject* const norm = PyDict_GetItemWithError(group, name.max_grad_norm);
-    if (!are_read || !limit_in(PyDict_GetItemWithError(group, name.clip_value), one.clip_value) ||
+    PyObject* const norm = PyDict_GetItemWithError(group, names_.max_grad_norm);
+    if (!are_read || !limit_in(PyDict_GetItemWithError(group, names_.clip_value), one.clip_value) ||
         norm == nullptr || !limit_in(norm, max_grad_norm) ||
-        !flag_in(PyDict_GetItemWithError(group, name.skip_nonfinite), format.skip_nonfinite) ||
-        !read_format(group, name, format)) {
+        !flag_in(PyDict_GetItemWithError(group, names_.skip_nonfinite), format.skip_nonfinite) ||
+        !read_format(group, names_, format)) {
       return false;
     }
     one.dither = format.dithers;
@@ -204,7 +204,7 @@ class FormulaOf final : public Formula {
     PyObject* option;
     int index;  // among the numbers of the option; -1: the option is the number
   };
-  const OptionNames name;
+  const OptionNames names_;
   std::vector<Field> fields_;
   PyObject* option_of_last_ = nullptr;
   int number_of_betas_ = 0;
@@ -877,7 +877,7 @@ void define_stepper(py::module_& module) {
            py::arg("partition"), py::arg("global_offset"), py::arg("is_dtensor"),
            py::arg("has_blocks"), py::arg("grad"), py::arg("version"), py::arg("grad_version"));
   using Shards = std::vector<Shard>;
-  py::class_<Stepper>(module, "Stepper", py::dynamic_attr())
+  py::class_<Stepper>(module, "Stepper")
       .def(py::init<std::string, const std::string&>(), py::arg("optimizer"),
            py::arg("hyperparameters"))
       .def(

@@ -77,10 +77,10 @@ struct ParamPlace {
   int64_t number;  // among the parameters of all groups
 };
 
-// What a step needs to know of a parameter that may be a DTensor. The groups then have its local
-// shard, and the gradient is this one. A DTensor has a version counter besides that of its shard.
+// The facts about a parameter that may be a DTensor. The groups then have its local shard, and the
+// gradient is this one. A DTensor has a version counter besides that of its shard.
 struct Shard {
-  int64_t partition = 0;      // which sums of squares are added over the same ranks
+  int64_t partition = 0;      // parameters whose squares are added over the same ranks share one
   int64_t global_offset = 0;  // index of the first element in the full tensor
   bool is_dtensor = false;
   bool has_blocks = false;  // whether moments of the full tensor can be quantized in blocks

@@ -5,14 +5,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cmath>
 #include <functional>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
-
-#include "ops/step.h"
 
 namespace amp_ext::python {
 
@@ -65,6 +65,18 @@ void set_fields(const Fields<Options>& fields, Options& options, const py::kwarg
       throw py::attribute_error(py::str("there is no option {!r}").format(name));
     field->set(options, value);
   }
+}
+
+// Returns the name of a hyperparameter that is NaN and would make parameters NaN, or null.
+template <typename Hyperparameters>
+const char* nan_in(const Hyperparameters& hyperparameters) {
+  const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
+  Hyperparameters::for_each_field([&](const char* name, auto member) {
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(hyperparameters.*member)>>) {
+      if (found == nullptr && std::isnan(hyperparameters.*member)) found = name;
+    }
+  });
+  return found;
 }
 
 // Throws if a hyperparameter is NaN, or if clip_value is NaN or negative.
