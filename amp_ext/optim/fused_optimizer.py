@@ -550,7 +550,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             True if a parameter was updated.
         """
-        progress = (self._stepper.compiled if self.offload is None else self.offload).progress
+        reporter = self._stepper.compiled if self.offload is None else self.offload
+        progress, reporter.progress = reporter.progress, ""  # no later error may report it
         if progress:
             note = (
                 f"the step failed after updating {progress}. Load a checkpoint into the model and "

@@ -257,3 +257,17 @@ def test_a_refused_copy_leaves_each_parameter_whole_or_is_told(name, options, ro
             assert (of, stepped) == (len(kinds), kinds.count("new"))
             assert 0 <= in_part - kinds.count("part") <= kinds.count("old")  # all of it is copied
     assert found == {"old", "new", "part"}
+
+
+def test_the_note_of_a_failed_step_is_on_no_later_error(monkeypatch):
+    steps = failed_steps(lambda: make("SGD", {}, staged=True), stepper(None), RefusesCopy)
+    optimizer = next(one for one, _, error in steps if counts_in(error, "SGD") is not None)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(type(optimizer), "_grad_norms", fails)
+    optimizer.track_grad_norms = True
+    with pytest.raises(RuntimeError, match="something else") as caught:
+        optimizer.step()
+    assert not hasattr(caught.value, "__notes__")
