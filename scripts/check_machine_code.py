@@ -11,8 +11,10 @@ A loop is a strongly connected set of basic blocks; an innermost loop contains n
 main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. If a kernel
 has fewer main loops than the table says, the compiler has narrowed the accesses of a loop. In a
 main loop, each access to global memory must have 128 bits, except one load and one store of each
-8-bit array (residuals, codes, exponents). Accesses to local memory (spilled registers) are not
-allowed. Every other innermost loop handles single elements, with no more accesses than a main loop.
+8-bit array (residuals, codes, exponents). Every other innermost loop handles single elements, with
+no more accesses than a main loop. No innermost loop may access local memory (spilled registers).
+Around its loops, which a thread enters once per tile, the fast path of a step may save a few
+registers.
 
 For the fast path of a step, the table also limits the instructions per element in the main loop: of
 all instructions, and of those on the ALU. Blocks that ordinary values never reach do not count: the
@@ -41,6 +43,8 @@ TABLE = Path(__file__).with_name("machine_code.txt")
 REGISTERS = 65536
 THREADS = 2048
 REGISTERS_AT_ONCE = 256  # granularity in which a warp allocates registers
+
+SPILLS_OF_FAST_PATH = 48  # bytes that a thread may store and load around the loops of the fast path
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 LABEL = re.compile(r"^(\.L_\w+):")
@@ -246,6 +250,9 @@ def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
     for line in log.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)' for '(\w+)'", line):
             kernel = kernels.get((found[1], found[2]))
+        if found := re.search(r"Function properties for (\w+)", line):
+            # After a kernel, ptxas lists the functions that it calls.
+            kernel = kernel if kernel and kernel.symbol == found[1] else None
         if kernel is None:
             continue
         if found := re.search(r"(\d+) bytes stack frame, (\d+) .* (\d+) bytes spill loads", line):
@@ -314,7 +321,7 @@ def accesses(loop: list[Instruction]) -> int:
 
 def faults(kernel: Kernel, row: Row) -> Iterator[str]:
     """Yields the faults of a kernel."""
-    if kernel.spills or kernel.stack:
+    if max(kernel.spills, kernel.stack) > (SPILLS_OF_FAST_PATH if kernel.is_fast else 0):
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
     blocks = kernel.blocks * kernel.threads // 256  # in units of 256 threads
     if blocks < row.blocks:
@@ -329,13 +336,13 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         narrow = [each.opcode for each in loop if each.is_access and not each.is_wide]
         if len(narrow) > 2 * kernel.arrays_of_bytes:
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
-        local = [each.opcode for each in loop if each.is_local]
-        if local:
-            yield f"a main loop uses local memory: {', '.join(local)}"
     # The loop for elements that leave the fast path may have one more access, to store the
     # gradient.
     most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
+        local = [each.opcode for each in loop if each.is_local]
+        if local:
+            yield f"a loop uses local memory: {', '.join(local)}"
         if loop not in main and row.loops and accesses(loop) > most:
             yield (f"a loop over single elements has {accesses(loop)} accesses, a main loop {most}")
 

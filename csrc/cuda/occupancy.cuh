@@ -1,5 +1,5 @@
 // Chooses how many blocks of a step kernel must fit into the registers of a multiprocessor (the
-// second argument of __launch_bounds__). The numbers are low enough that no kernel spills.
+// second argument of __launch_bounds__). The numbers are low enough that no loop spills.
 #pragma once
 
 #include <type_traits>

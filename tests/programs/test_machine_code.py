@@ -67,10 +67,11 @@ def test_a_kernel_that_does_what_its_row_says_has_no_fault():
         ("step* | * | 5 | 1", {}, "64 registers allow 4 blocks on a multiprocessor, not 5"),
         (ROW, {"spills": 8}, "spills 8 bytes"),
         (ROW, {"stack": 8}, "8 bytes of stack"),
+        (ROW, {"is_fast": True, "spills": 52}, "spills 52 bytes"),
         ("step* | * | 4 | 2", {}, "128 bits are moved at once in 1 innermost loops, not in 2"),
         ("look* | * | 4 | 1\nstep* | sm_80 | 4 | 1", {}, "no row of the table has this kernel"),
     ],
-    ids=["blocks", "spills", "stack", "loops", "no-row"],
+    ids=["blocks", "spills", "stack", "fast", "loops", "no-row"],
 )
 def test_less_than_the_row_says_is_refused(table, described, wanted):
     (fault,) = faults_of(table, **described)
@@ -90,7 +91,7 @@ def test_a_formula_that_no_row_names_has_the_rows_of_others(name, blocks):
     ("before", "after", "wanted"),
     [
         ("LDG.E.128 R12", "LDG.E.64 R12", "less than 128 bits at once: LDG.E.64"),
-        ("FMUL R4, R4, R8", "LDL R4, [R1]", "a main loop uses local memory: LDL"),
+        ("FMUL R4, R4, R8", "LDL R4, [R1]", "a loop uses local memory: LDL"),
         (SINGLE, SINGLE * 3, "single elements has 4 accesses, a main loop 3"),
     ],
     ids=["narrow", "local", "unrolled"],
@@ -99,6 +100,18 @@ def test_a_slow_instruction_in_a_loop_is_refused(before, after, wanted):
     assert before in LISTING
     (fault,) = faults_of(ROW, LISTING.replace(before, after))
     assert wanted in fault
+
+
+def test_a_called_function_does_not_hide_what_its_caller_spills():
+    (kernel,) = CHECK["parse"](LISTING, "sm_90")
+    log = """Compiling entry function '_Z4stepPf' for 'sm_90'
+Function properties for _Z4stepPf
+    8 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+Used 64 registers
+Function properties for _Z7dividedf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"""
+    CHECK["read_log"](log, {(kernel.symbol, "sm_90"): kernel})
+    assert (kernel.registers, kernel.stack, kernel.spills) == (64, 8, 12)
 
 
 def test_a_folder_without_machine_code_is_refused(tmp_path):
