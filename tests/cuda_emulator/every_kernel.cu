@@ -138,10 +138,11 @@ bool step_twice(const Kernel& kernel, const Numbers& numbers, bool& launched) {
   launch.inputs.max_norm = &max_norm;
   uint32_t block_counter = 0;
   const uint8_t usual = usually_dithered(kernel, numbers);
-  for (const uint8_t dithered : {usual, uint8_t{0xff}, uint8_t{0x00}}) {
-    for (KernelTensorArgs& args : all_args) args.dithered = dithered;
+  const uint8_t dithered[] = {usual, 0xff, 0x00};
+  for (int i = 0; i < 3; ++i) {
+    for (KernelTensorArgs& args : all_args) args.dithered = dithered[i];
     std::fill_n(is_launched.get(), all_args.size(), false);
-    found_inf = dithered == 0 ? 1.0f : 0.0f;
+    found_inf = i == 2 ? 1.0f : 0.0f;
     if (amp_ext::cuda::step(launch, &block_counter, nullptr) != cudaSuccess) return true;
   }
   launched = true;
