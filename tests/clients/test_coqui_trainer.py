@@ -109,7 +109,7 @@ def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(make_trainer):
     assert scaler.state_dict() == saved
     continued.scaler = scaler
     continued.fit()
-    assert len(scaler.history().skipped) == small.BATCHES
+    assert scaler.stats().updates == small.BATCHES
 
     expected = small.make_model()
     optimizer, scaler = small.our_adamw(expected.parameters()), small.our_scaler()
@@ -125,8 +125,6 @@ def test_fp16_parameters_train_without_the_trainers_clipping(make_trainer):
     trainer = make_trainer(clipping_adamw, dtype=torch.float16)
     trainer.scaler = scaler
     trainer.fit()
-    skipped = scaler.history().skipped
-    assert any(skipped)
-    assert not all(skipped)
+    assert 0 < scaler.stats().skips < scaler.stats().updates
     assert trainer.model.net[0].weight.dtype is torch.float16
     assert not torch.equal(trainer.model.net[0].weight, small.make_model()[0].weight.half())
