@@ -542,9 +542,9 @@ class OffloadedStates:
         self._settle()
         known = [each for each in stepped if each in self._hosts and self._hosts[each].is_known]
         for param in [param for param in known if self._hosts[param].writes(param)]:
-            writes, storage = self._hosts[param].writes(param), _storage_of(param)
+            writes, storage = self._hosts[param].writes(param), self._hosts[param].first_storage
             # Parameters that are views of one tensor may share a version, which each hook counts.
-            beside = sum(_storage_of(each) == storage for each in known) - 1
+            beside = sum(self._hosts[each].first_storage == storage for each in known) - 1
             if not 0 <= writes <= beside:
                 self._hosts[param].forget()
                 raise RuntimeError(
@@ -666,10 +666,6 @@ def _inner_of(optimizer: FusedOptimizer) -> FusedOptimizer:
 def _on_host(scalar: Any) -> Any:
     """Returns a copy of a small tensor in host memory, after the work of the device; or None."""
     return None if scalar is None else scalar.detach().to("cpu", copy=True)
-
-
-def _storage_of(param: Tensor) -> int:
-    return local_tensor(param).untyped_storage()._cdata
 
 
 def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:

@@ -1176,6 +1176,21 @@ def test_parameter_written_before_its_copy_is_refused(is_stepped: bool) -> None:
         optimizers[0].step()
 
 
+def test_views_of_one_tensor_may_get_new_data_between_released_iterations() -> None:
+    """They have one version counter, which each of their steps increases."""
+    buffer = torch.ones(8, dtype=BF16)
+    params = [nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:])]
+    optimizer = AdamW(params, lr=0.5)
+    offloaded(optimizer)
+    release_gradients(optimizer)
+    for step in range(3):
+        sum(param.float().sum() for param in params).backward()
+        optimizer.step()
+        params[0].data = torch.full((4,), float(step), dtype=BF16)
+    assert params[0].tolist() == [2.0] * 4
+    assert (params[1] < 0.0).all()
+
+
 # Copies, threads and processes.
 
 
