@@ -1,8 +1,7 @@
 # Types of the compiled module. amp_ext.ops documents the functions.
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 class BufferDescription:
@@ -16,53 +15,6 @@ class FormulaNames:  # names of one optimizer
     operation: str  # of the operation over lists, such as "adam_"
     fields: tuple[str, ...]  # of the hyperparameters
     buffers: tuple[BufferDescription, ...]
-
-class ScaledIteration:
-    needs_reset: bool
-    def is_of(self, optimizer: Any) -> bool: ...
-    def check_needs_no_reset(self, operation: str) -> None: ...
-    def check_unscaled(self) -> None: ...
-    def on_loss_scaled(self, has_stepped: bool) -> None: ...
-    def forget_unscaling(self) -> None: ...
-
-class LossScale:
-    warned_of_scale: bool
-    def __init__(self, name_of_param: Callable[[Any, int], str]) -> None: ...
-    def make(self, attributes: dict[str, Any], device: torch.device) -> None: ...
-    def load(
-        self,
-        attributes: dict[str, Any],
-        state_dict: dict[str, Any],
-        checked: Callable[[str, Any], float],
-    ) -> None: ...
-    def start_iteration(
-        self, operation: str, attributes: dict[str, Any], state: dict[str, Any], optimizer: Any
-    ) -> Tensor | None: ...
-    def scan(
-        self,
-        iteration: ScaledIteration,
-        grads: Sequence[Tensor | None],
-        found_inf: Tensor,
-        inv_scale: Tensor | None,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor] | None: ...
-    def note_different_scales(
-        self, state: dict[str, Any], flags: dict[torch.device, Tensor], differ: Tensor
-    ) -> None: ...
-    def update(
-        self,
-        attributes: dict[str, Any],
-        new_scale: float | Tensor | None,
-        next_states: dict[int, dict[str, Any]],
-    ) -> tuple[str, bool] | None: ...
-    def must_warn_of(self, value: float) -> bool: ...
-    @staticmethod
-    def warning_of(value: str) -> str: ...
-    def check_scales(self) -> None: ...
-    def step_skipped(self, optimizer: Any) -> bool | None: ...
-    def stats(
-        self, initial_scale: float
-    ) -> tuple[int, int, int, int, float, float, float, str | None]: ...
 
 class Shard:  # what a step needs to know of a parameter that may be a DTensor
     def __init__(
@@ -125,6 +77,16 @@ class Stepper:  # steps the parameters of one optimizer, and remembers no tensor
 
 # Returns how many buffers a group has, and whether the formula and dithering count steps.
 def state_needs(hyperparameters: str, group: dict[str, Any]) -> tuple[int, bool, bool]: ...
+
+# Returns (found_inf, first_nonfinite) for each device, or None if kernels can't read one.
+def scan_grads(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    found_inf: Tensor,
+    scale: Tensor | None,  # counts as an overflow if it has no finite inverse
+    inv_scale: Tensor | None,  # multiplies the gradients; then `scale` is not read
+    allow_fp16: bool,
+) -> list[tuple[Tensor, Tensor]] | None: ...
 
 # Stands for the descriptions of optimizers and all functions, whose signatures amp_ext.ops has.
 def __getattr__(name: str) -> Any: ...

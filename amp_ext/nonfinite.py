@@ -44,6 +44,7 @@ def find_nonfinite(
     Example::
 
         scaler.step(optimizer)
+        scaler.update()
         if scaler.last_step_skipped(optimizer, wait=True):
             print(amp_ext.find_nonfinite(model))  # {"head.weight": 12}
     """
@@ -136,8 +137,21 @@ def handle_nan_loss(
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     if scaler is not None and scaler.is_enabled():
-        scaler._per_optimizer_states.clear()
+        drop_iteration(scaler)
     return True
+
+
+def drop_iteration(scaler: torch.amp.GradScaler) -> None:
+    """Makes a scaler forget all scans since its last update.
+
+    Args:
+        scaler: A scaler of amp_ext or torch.
+    """
+    for state in scaler._per_optimizer_states.values():
+        if "scan" in state:
+            for first in state["scan"].first_nonfinites.values():
+                first.fill_(torch.iinfo(torch.int64).max)  # as an update does
+    scaler._per_optimizer_states.clear()
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

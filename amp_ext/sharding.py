@@ -335,7 +335,7 @@ def check_guard(optimizer: Any) -> None:
 @torch.no_grad()
 def all_reduce_flags(
     flags: Mapping[torch.device, Tensor], scale: Tensor, group: Any
-) -> tuple[dict[torch.device, Tensor], Tensor]:
+) -> dict[torch.device, Tensor]:
     """Reduces ``found_inf`` flags over all ranks of a group, in one collective.
 
     Args:
@@ -345,8 +345,7 @@ def all_reduce_flags(
 
     Returns:
         A dict from each device of ``flags`` (from the device of ``scale`` if ``flags`` is empty) to
-        one float32, the largest flag of all ranks, at least 1 if their scales differ. And one bool
-        tensor, True if the scales differ.
+        one float32, the largest flag of all ranks, at least 1 if their scales differ.
 
     Raises:
         RuntimeError: If the collective fails, for example because a rank has died.
@@ -359,11 +358,8 @@ def all_reduce_flags(
     packed = torch.stack([worst, largest, -largest])
     _all_reduce(packed, torch.distributed.ReduceOp.MAX, group)
     worst, largest, negative_of_least = packed.unbind()
-    differ = largest != -negative_of_least
-    worst = torch.maximum(worst, differ.float())
-    devices = flags or [scale.device]
-    agreed = {device: to_device(worst, device).clone() for device in devices}
-    return agreed, differ
+    worst = torch.maximum(worst, (largest != -negative_of_least).float())
+    return {device: to_device(worst, device).clone() for device in flags or [scale.device]}
 
 
 @torch.no_grad()

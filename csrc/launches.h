@@ -9,10 +9,9 @@
 
 #include "elements/clipping.h"
 #include "elements/loss_scale.h"
-#include "elements/mirror.h"
 #include "elements/numbers.h"
 #include "elements/numeric.h"
-#include "elements/scaler_report.h"
+#include "elements/scale_counts.h"
 #include "elements/storage.h"
 #include "elements/weight_average.h"
 #include "kernels.h"
@@ -138,28 +137,11 @@ struct GradScanLaunch {
   bool skip_nonfinite;       // leave elements that are inf or NaN out of the sum
 };
 
-// Reports of a scaler on the device, and their mirrors in host memory. If `report` is null, the
-// scaler keeps no reports.
-struct ReportMemory {
-  ScalerReport* report = nullptr;
-  ScalerReport* mirror = nullptr;
-  OptimizerReport* optimizers = nullptr;         // [number_of_optimizers]
-  OptimizerReport* optimizers_mirror = nullptr;  // [number_of_optimizers]
-  int64_t number_of_optimizers = 0;
-
-  // Copies all but `started` and `finished` to the mirrors, as thread `copier` of `copiers`.
-  AMP_EXT_INLINE void copy(int64_t copier, int64_t copiers) const {
-    copy_words(report, mirror, 2 + copier, sizeof(ScalerReport) / sizeof(int64_t), copiers);
-    copy_words(optimizers, optimizers_mirror, copier,
-               number_of_optimizers * sizeof(OptimizerReport) / sizeof(int64_t), copiers);
-  }
-};
-
 // One update of a loss scale, after all gradients of the iteration were scanned.
 struct ScaleUpdate {
   LossScaleHyperparameters hyperparameters;
   ScaleMemory state;
-  ReportMemory reports;
+  ScaleCounts* counts = nullptr;  // [1], or null
 };
 
 // Inputs of the factor by which gradients are multiplied: `inv_scale`, or if that is null, the

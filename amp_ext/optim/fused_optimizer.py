@@ -18,13 +18,11 @@ from amp_ext import ops
 from amp_ext.amp_protocol import (
     NO_CLOSURE,
     NOTHING_WAS_SCANNED,
-    AmpStepContext,
     GradScan,
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import check_params, names_of_params, params_of
-from amp_ext.optim.amp_context import GradScaleAttribute, context_from_attributes, drop_amp_context
 from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state_dict
 from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.grad_norms import norms_of_grads
@@ -65,9 +63,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     such as moments, have the group's ``state_dtype`` (float64 for float64 parameters). Buffers
     quantized to 8 bits have other keys.
 
-    A gradient scaler passes ``grad_scale`` and ``found_inf`` for one step. The kernel unscales the
-    gradients, and writes nothing if ``found_inf`` is not 0; the host does not read the flag.
-    :mod:`amp_ext.amp_protocol` describes the protocol.
+    As with torch's fused optimizers, a gradient scaler sets the attributes ``grad_scale`` and
+    ``found_inf`` for one step. The kernel unscales the gradients, and writes nothing if
+    ``found_inf`` is not 0; the host does not read the flag.
 
     A step notices every state tensor that was written in place or replaced, and continues from the
     new values. A master element that does not round to its parameter is replaced by the parameter.
@@ -130,13 +128,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
-    _amp_context: AmpStepContext | None = None  # set by our scaler while it steps this optimizer
     #: The handle from :func:`~amp_ext.optim.release_gradients`, or None.
     gradient_release: Any = None
     #: The handle from :func:`~amp_ext.optim.offload_states`, or None.
     offload: Any = None
-    grad_scale = GradScaleAttribute("Scale of the gradients, one float32, while a scaler steps.")
-    found_inf = GradScaleAttribute("Not 0 if a gradient is inf or NaN, while a scaler steps.")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Marks a subclass that defines ``step``, so that scalers unscale the gradients before it.
@@ -393,61 +388,59 @@ class FusedOptimizer(torch.optim.Optimizer):
             The return value of the closure, or None without a closure.
 
         Raises:
-            RuntimeError: If a gradient is sparse or complex, a state does not fit its parameter, a
-                scaler's step calls this twice, or there is a closure while a scaler steps; nothing
-                has been written then. Also if a kernel launch fails: the note then says how many
-                parameters were completely stepped, e.g. 3 of 8.
+            RuntimeError: If a gradient is sparse or complex, a state does not fit its parameter, or
+                there is a closure while a scaler steps; nothing has been written then. Also if a
+                kernel launch fails: the note then says how many parameters were completely stepped,
+                e.g. 3 of 8.
             ValueError: If a part of a state is missing; nothing has been written then.
             AssertionError: If no parameter had a gradient when a scaler scanned them, and one has
                 now.
         """
-        amp_context = self._amp_context
-        if amp_context is None:  # torch's scaler, or other code, sets attributes instead
-            amp_context = context_from_attributes(self)
-        if self.gradient_release is not None:
-            self.gradient_release.check_step(amp_context)  # before a closure runs backward()
+        stepper, attributes = self._stepper, vars(self)
+        grad_scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
+        # Without a scale, the last scan is that of a step which was given up.
+        scan = None if grad_scale is None else stepper.last_scan
+        if self.gradient_release is not None:  # before a closure runs backward()
+            self.gradient_release.check_step(grad_scale is not None or found_inf is not None, scan)
         loss = None
         if closure is not None:
-            if amp_context.grad_scale is not None:
+            if grad_scale is not None:
                 raise RuntimeError(NO_CLOSURE)  # a closure's gradients would not be scaled
             with torch.enable_grad():
                 loss = closure()
-        if amp_context.is_used:
-            raise RuntimeError(
-                f"{type(self).__name__}: step() was called twice in one scaler.step(), with the "
-                "same gradients. Step the optimizer once for each backward()."
-            )
-        found_inf = amp_context.found_inf
         if found_inf is not None and not isinstance(found_inf, Tensor):
             if found_inf:
                 found_inf = torch.ones((), device=self._first_device())
             else:
                 self._check_no_grads()
                 found_inf = None
-        amp_context.is_used = True
         try:
-            self._step(amp_context, found_inf)
+            if self.gradient_release is not None:
+                self.gradient_release.step(scan)
+            else:
+                self._step(grad_scale, found_inf, scan)
         except Exception as error:
-            amp_context.is_used = self._note_what_is_stepped(error)
+            self._note_what_is_stepped(error)
             raise
+        stepper.last_scan = None
         return loss
 
-    def _step(self, amp_context: AmpStepContext, found_inf: Tensor | None) -> None:
+    def _step(
+        self, grad_scale: Tensor | None, found_inf: Tensor | None, scan: GradScan | None
+    ) -> None:
         """Updates all parameters that have a gradient."""
-        if self.gradient_release is not None:
-            self.gradient_release.step(amp_context, found_inf)
-            return
-        stepper, grad_scale = self._stepper, amp_context.grad_scale
+        stepper = self._stepper
         guard = stepper.norm_guard
         is_of_scaler = grad_scale is not None or found_inf is not None
         sum_of_squares: Tensor | None = None
         max_norm: Tensor | None = None
-        if amp_context.scan is not None:
+        if scan is not None:
             has_hooks = has_step_pre_hooks(self)
             written = (has_hooks or guard is not None) and stepper.grads_were_written(self)
             if written and has_hooks and grad_scale is not None:
                 self._warn_of_hooks()
-            if not amp_context.scan.found_infs:
+            sum_of_squares = scan.sum_of_squares
+            if not scan.found_infs:
                 self._check_no_grads()
             elif (
                 (has_hooks or written)
@@ -455,8 +448,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 and not stepper.norm_spans_ranks(self)
             ):
                 # Hooks may write gradients through ``.data``, which changes no version counter.
-                amp_context.scan, found_inf = self._scan_again(found_inf, grad_scale)
-            sum_of_squares = amp_context.scan.sum_of_squares
+                again, found_inf = self._scan_again(found_inf, grad_scale)
+                scan.found_infs.update(again.found_infs)  # which the scaler's update reads
+                sum_of_squares = again.sum_of_squares
         if guard is not None:
             if sum_of_squares is None:
                 scan, found_inf = self._scan_again(found_inf, grad_scale)
@@ -544,12 +538,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         norms = norms_of_grads(grads, grad_scale, self._first_device())
         return sharded_over.norms_of_whole(params_of(self), norms) if sharded_over else norms
 
-    def _note_what_is_stepped(self, error: Exception) -> bool:
-        """Adds a note about the number of stepped parameters to an error of a step.
-
-        Returns:
-            True if a parameter was updated.
-        """
+    def _note_what_is_stepped(self, error: Exception) -> None:
+        """Adds a note about the number of stepped parameters to an error of a step."""
         reporter = self._stepper.compiled if self.offload is None else self.offload
         progress, reporter.progress = reporter.progress, ""  # no later error may report it
         if progress:
@@ -560,10 +550,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif isinstance(error, _REFUSALS) or "allocate memory" in str(error):
             note = "no parameter or state was changed. Free memory if it ran out, then step again."
         else:
-            return False
+            return
         if hasattr(error, "add_note"):
             error.add_note(f"{type(self).__name__}.step: {note}")
-        return bool(progress)
 
     def _warn_of_hooks(self) -> None:
         """Warns once about a hook that wrote scaled gradients.
@@ -587,26 +576,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _has_grads(self) -> bool:
         return any(param.grad is not None for param in params_of(self))
 
-    # Scans of the gradients, and the scaler's context. amp_ext.amp_protocol describes both.
+    # What a scaler calls.
 
-    def scan_gradients(self, found_inf: Tensor, grad_scale: Tensor | None = None) -> GradScan:
-        """Finds inf and NaN in all gradients, for a scaler.
+    def scan_gradients(self, grad_scale: Tensor | None = None) -> GradScan:
+        """Finds inf and NaN in all gradients, and keeps the result until the next step.
 
         If parameters are sharded, all ranks have to call this together.
 
         Args:
-            found_inf: One float32; copied, not written.
             grad_scale: One float32, or None. A scale without a finite inverse counts as an
                 overflow.
 
         Returns:
-            The result of the scan. Each device with gradients has a flag: a copy of ``found_inf``
-            that is set to 1 if a gradient there has inf or NaN. If parameters are sharded, the
-            gradients of all ranks count.
+            The result of the scan. Each device with gradients has a flag. If parameters are
+            sharded, the gradients of all ranks count.
         """
-        if self.gradient_release is not None:
-            return self.gradient_release.scan()
-        return self._scan(found_inf, grad_scale)
+        release = self.gradient_release
+        scan: GradScan = self._scan(None, grad_scale) if release is None else release.scan()
+        self._stepper.last_scan = scan
+        return scan
 
     def check_scaler(self, scaler: Any, operation: str) -> None:
         """Refuses an operation of a scaler if gradients are released with another scaler.
@@ -651,21 +639,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _first_device(self) -> torch.device:
         """Returns the device of the first parameter, or the CPU on a rank without parameters."""
         return next((param.device for param in params_of(self)), torch.device("cpu"))
-
-    def set_amp_context(self, amp_context: AmpStepContext | None) -> None:
-        """Sets the scaler's context for the next step.
-
-        Args:
-            amp_context: The context. During the step it replaces the attributes ``grad_scale`` and
-                ``found_inf``. None ends the step.
-        """
-        last, self._amp_context = self._amp_context, amp_context
-        if amp_context is not None or last is None:
-            return
-        if last.is_used:
-            drop_amp_context(self)  # also a scale set by hand, which the step has used
-        elif last.scan is not None:
-            self._stepper.compiled.forget_scan()  # no step may use it
 
     # Reports of steps. The stepper stores them, because a wrapper that copies the attributes of
     # this object shares it.
@@ -732,10 +705,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if last is not None and last is not guard:
             last.attach(None)
             self._stepper.earlier_guards.append(last)
-
-    def _withheld_last_step(self) -> bool:
-        """Returns True if the guard skipped the last step that the device has finished."""
-        return self.norm_guard is not None and self.norm_guard.last_step_skipped()
 
     def named_grad_norms(self) -> dict[str, float]:
         """Returns ``grad_norms`` by the names of the parameters. Waits for a GPU.
@@ -870,7 +839,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # torch's method stores everything in one assignment.
         super().__setstate__(state)
         self._stepper.compiled.forget_masters()
-        self._stepper.compiled.forget_scan()
+        self._stepper.forget_scan()
         self._stepper.grad_norms = None
         if self.offload is not None:
             self.offload.forget()

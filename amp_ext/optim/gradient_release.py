@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
-from amp_ext.amp_protocol import AmpStepContext, GradScan, takes_released_gradients, to_device
+from amp_ext.amp_protocol import GradScan, to_device
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -87,7 +87,8 @@ def release_gradients(
             "release_gradients: optimizer must be one of amp_ext.optim, got "
             f"{type(optimizer).__name__}"
         )
-    if scaler is not None and not takes_released_gradients(scaler):
+    is_ours = getattr(scaler, "_takes_released_gradients", False)
+    if scaler is not None and not (is_ours and isinstance(scaler, torch.amp.GradScaler)):
         kind = type(scaler)
         raise TypeError(
             "release_gradients: scaler must be an amp_ext.GradScaler or None, got "
@@ -309,12 +310,11 @@ class GradientRelease:
         found_infs = {device: torch.stack(each).sum() for device, each in flags.items()}
         return GradScan(found_infs, dict(self._first_nonfinites), counts_tensors=True)
 
-    def check_step(self, amp_context: AmpStepContext) -> None:
+    def check_step(self, has_scaler: bool, scan: GradScan | None) -> None:
         """Refuses a step of another scaler, and one without the scaler of the release."""
-        has_scale = amp_context.grad_scale is not None or amp_context.found_inf is not None
-        if self._scaler is None and has_scale:
+        if self._scaler is None and has_scaler:
             raise RuntimeError(f"{self._name}.step: {_WRONG_SCALER}")
-        if self._scaler is not None and amp_context.scan is None:
+        if self._scaler is not None and scan is None:
             raise RuntimeError(
                 f"{self._name}.step: the gradients of this optimizer are released with a scaler, "
                 "which did not call this step. Call scaler.step(optimizer) with that scaler. To "
@@ -322,10 +322,10 @@ class GradientRelease:
             )
 
     @outside_inference_mode()
-    def step(self, amp_context: AmpStepContext, found_inf: Tensor | None) -> None:
+    def step(self, scan: GradScan | None) -> None:
         """Completes the iteration in ``optimizer.step()``: steps late gradients, and reports."""
         optimizer = self._owner
-        scan = self.scan() if amp_context.scan is None else amp_context.scan
+        scan = self.scan() if scan is None else scan
         for param in params_of(optimizer):
             if param.grad is not None:
                 self._on_gradient(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
+from amp_ext.plain_numbers import is_number, plain
 from amp_ext.saved_dicts import check_is_dict, missing_entry
-from amp_ext.scaler_ranges import checked
 from amp_ext.sharding import check_process_group
 
 __all__ = ["NormGuard", "NormGuardStats"]
@@ -27,6 +28,17 @@ _COUNTS = ("norms", "entered", "outliers", "nonfinite", "last_outlier", "outlier
 _SAVED = (*_COUNTS, "mean", "variance", "last_norm")
 _NUMBERS = ("number", *_SAVED, "limit", "last_was_skipped", "similar_norms", "similar_norm", "end")
 _OPTIONS = ("sigma_factor", "window", "warmup_steps", "max_norm", "patience", "clips")
+# The smallest and the largest value of each number, and what an error calls them.
+_LEAST, _LARGEST = 5e-324, sys.float_info.max
+_FROM_1 = 1, 2**63 - 1, "an int from 1 to 9.22e+18"
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "sigma_factor": (_LEAST, _LARGEST, "a finite number above 0"),
+    **dict.fromkeys(("window", "warmup_steps", "patience"), _FROM_1),
+    "max_norm": (_LEAST, math.inf, "a number above 0"),
+    **dict.fromkeys(_COUNTS, (0, 2**63 - 1, "an int from 0 to 9.22e+18")),
+    **dict.fromkeys(("mean", "variance"), (0.0, _LARGEST, "a finite number of at least 0")),
+    "last_norm": (0.0, math.inf, "a number of at least 0"),
+}
 _MANY_SIMILAR_NORMS = 64  # so many hardly occur unless the gradients were clipped before
 
 
@@ -127,12 +139,12 @@ class NormGuard:
     ) -> None:
         """Checks the arguments."""
         self._options: dict[str, Any] = {
-            "sigma_factor": checked("NormGuard", "sigma_factor", sigma_factor),
-            "window": checked("NormGuard", "window", window),
-            "warmup_steps": checked("NormGuard", "warmup_steps", warmup_steps),
-            "max_norm": None if max_norm is None else checked("NormGuard", "max_norm", max_norm),
+            "sigma_factor": _checked("NormGuard", "sigma_factor", sigma_factor),
+            "window": _checked("NormGuard", "window", window),
+            "warmup_steps": _checked("NormGuard", "warmup_steps", warmup_steps),
+            "max_norm": None if max_norm is None else _checked("NormGuard", "max_norm", max_norm),
             "action": action,
-            "patience": checked("NormGuard", "patience", patience),
+            "patience": _checked("NormGuard", "patience", patience),
         }
         if action not in ("skip", "clip"):
             raise ValueError(f"NormGuard: action must be 'skip' or 'clip', got {action!r}")
@@ -305,7 +317,7 @@ class NormGuard:
         for name in _SAVED:
             if name not in state_dict:
                 raise KeyError(missing_entry(operation, name, state_dict))
-        saved = {n: checked(operation, n, state_dict[n], ValueError) for n in _SAVED}
+        saved = {n: _checked(operation, n, state_dict[n], ValueError) for n in _SAVED}
         state = self._new_state(saved)
         self._read(wait=True)  # steps on other streams
         self._state.copy_(state)  # in place, because captured CUDA graphs use the tensor
@@ -332,3 +344,18 @@ class NormGuard:
     def __deepcopy__(self, memo: dict[int, Any]) -> NormGuard:
         """Returns a copy, as ``copy.copy`` does."""
         return self.__copy__()
+
+
+def _checked(operation: str, name: str, value: Any, wrong_type: type[Exception] = TypeError) -> Any:
+    """Returns a number that lies in the range of its name; also from a tensor of one element."""
+    least, largest, wanted = _RANGES[name]
+    number = value = plain(value)
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    text = f"{operation}: {name} must be {wanted}, got {value!r}"
+    if not is_number(number) or (isinstance(least, int) and not isinstance(number, int)):
+        raise wrong_type(text)
+    number = number if isinstance(number, (int, float)) else float(number)
+    if not least <= number <= largest:
+        raise ValueError(text)
+    return number

@@ -10,7 +10,6 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
-from amp_ext.optim.amp_context import drop_amp_context
 
 __all__ = ["has_step_pre_hooks", "with_step_hooks"]
 
@@ -41,8 +40,10 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
                 for hook in hooks.values():
                     hook(optimizer, args, kwargs)
         except BaseException:
-            if optimizer._amp_context is None:  # torch's scaler keeps grad_scale set
-                drop_amp_context(optimizer)
+            for name in ("grad_scale", "found_inf"):  # which no scaler deletes after an error
+                vars(optimizer).pop(name, None)
+            if optimizer._stepper.last_scan is not None:
+                optimizer._stepper.forget_scan()
             raise
         return returned
 

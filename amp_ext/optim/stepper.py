@@ -127,6 +127,8 @@ class Stepper:
         """
         self.name = optimizer
         self.compiled: ops.Stepper = ops.Stepper(optimizer, hyperparameters)
+        #: The scan for the next step of a scaler.
+        self.last_scan: GradScan | None = None
         #: The guard of the optimizer, and earlier ones, which captured CUDA graphs still use.
         self.norm_guard: NormGuard | None = None
         self.earlier_guards: list[NormGuard] = []
@@ -297,6 +299,11 @@ class Stepper:
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
         return GradScan(flags, first_nonfinites, sum_of_squares)
+
+    def forget_scan(self) -> None:
+        """Forgets the last scan, so that no later step uses it."""
+        self.last_scan = None
+        self.compiled.forget_scan()
 
     def grads_were_written(self, optimizer: FusedOptimizer) -> bool:
         """Returns True if a gradient was written or replaced since the last scan."""

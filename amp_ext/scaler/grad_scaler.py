@@ -1,13 +1,11 @@
-"""The gradient scaler: torch's interface, with kernels that read the gradients once."""
+"""The gradient scaler: torch's class, over kernels that read the gradients once."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
+import logging
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,38 +14,24 @@ from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext import ops
-from amp_ext.amp_protocol import (
-    NO_CLOSURE,
-    NOTHING_WAS_SCANNED,
-    AmpStepContext,
-    GradScaleAttributes,
-    SupportsFusedUnscale,
-    check_has_groups,
-    optimizer_inside,
-    sum_of_flags,
-    takes_scale,
-    unscaling_optimizer,
-)
+from amp_ext.amp_protocol import NO_CLOSURE, GradScan, sum_of_flags
+from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
-from amp_ext.saved_dicts import check_is_dict, missing_entry
-from amp_ext.scaler.options import (
-    DEVICE_TYPES,
-    OF_TORCH,
-    check_flag,
-    check_options,
-    device_type_of,
-)
-from amp_ext.scaler.stats import (
-    ScalerStats,
-    mark_update,
-    report,
-    wait_for,
-    warn_of_scale,
-)
-from amp_ext.scaler_ranges import as_number, checked
+from amp_ext.scaler.stats import ScalerStats
 from amp_ext.sharding import all_reduce_flags, check_guard, check_process_group, local_grads
 
-_TORCH_GRAD_SCALER = torch.amp.GradScaler  # torch.amp.GradScaler may be rebound later
+_TORCH = torch.amp.GradScaler  # torch.amp.GradScaler may be rebound later
+_LOGGER = logging.getLogger("amp_ext")
+_SUPPORTS = "_step_supports_amp_scaling"
+_RULES = (
+    *("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale"),
+    *("hysteresis", "dynamic"),
+)
+_SAVED: dict[str, Any] = {
+    **dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float),
+    **dict.fromkeys(("growth_interval", "_growth_tracker"), int),
+}
+_COUNTS = 11  # entries of the tensor that csrc/elements/scale_counts.h describes
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -58,13 +42,10 @@ class GradScaler(torch.amp.GradScaler):
 
     * ``step`` searches for inf and NaN by reading the gradients, and never writes them.
     * ``step`` accepts float16 gradients if the optimizer is one of ``amp_ext.optim``.
-    * A scale whose inverse is not finite (0, or 1e-39) counts as an overflow and warns once; torch
-      would write NaN into the parameters.
-    * ``update`` also accepts an int, or a tensor of one element and any shape.
-    * If an exception interrupts ``unscale_`` or ``step`` after a possible write, both raise errors
-      until ``update`` is called.
+    * A scale whose inverse is not finite (0, or 1e-39) counts as an overflow; torch would write NaN
+      into the parameters.
     * The scale can be kept within limits, kept constant, or allowed to survive some overflows.
-    * ``last_step_skipped`` and ``stats`` report what happened without waiting for a GPU.
+    * ``last_step_skipped`` and ``stats`` report what happened.
 
     With ``hysteresis=3``, the third overflow since the last growth of the scale reduces the scale,
     and so does each one after it. As in Megatron-LM, only a growth resets the count; in NeMo, every
@@ -77,12 +58,8 @@ class GradScaler(torch.amp.GradScaler):
         Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
     """
 
-    _takes_fp16 = False
+    _takes_fp16 = False  # whether unscale_() accepts float16 gradients
     _takes_released_gradients = True
-    _hysteresis: int
-    _hysteresis_tracker: Tensor | None = None
-    _loss_scale: Any  # an ops.LossScale; None if scaling is disabled
-    _last_update: torch.cuda.Event | None
 
     def __init__(
         self,
@@ -119,42 +96,61 @@ class GradScaler(torch.amp.GradScaler):
             warn_after: Number of consecutive skipped updates after which a warning is logged.
             process_group: Ranks that skip a step together, a ``torch.distributed.ProcessGroup``.
                 They must step the same optimizers, because each scan ends with one all-reduce. If
-                their scales differ, all skip and ``update`` raises. None suits ranks with equal
-                scales and reduced gradients, as with DDP, or with DTensors.
+                their scales differ, all skip. None suits ranks with equal scales and reduced
+                gradients, as with DDP, or with DTensors.
 
         Raises:
             AssertionError: If a factor is out of range.
-            ValueError: If another number is out of range, ``init_scale`` is not within the limits,
-                torch does not know the device, or limits are given for a device other than "cuda"
-                and "cpu".
-            TypeError: If a numeric option is no number, a flag is a string, ``device`` no device,
-                or ``process_group`` is neither None nor a group that contains this process.
+            ValueError: If ``init_scale`` is not within the limits, or ``hysteresis`` is below 1.
+            RuntimeError, TypeError: If torch does not know the device.
+            TypeError: If ``process_group`` is neither None nor a group that contains this process.
         """
         check_process_group(process_group)
-        check_flag("enabled", enabled)
-        options: dict[str, Any] = {
-            "init_scale": init_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "min_scale": 0.0 if min_scale is None else min_scale,
-            "max_scale": math.inf if max_scale is None else max_scale,
-            "hysteresis": hysteresis,
-            "warn_after": warn_after,
-        }
-        if enabled:
-            options = {name: as_number("GradScaler", name, each) for name, each in options.items()}
-        kind = device_type_of(device, enabled)
-        super().__init__(kind, **{name: options[name] for name in OF_TORCH}, enabled=enabled)
-        if self._enabled:
-            check_options(options, dynamic, self._device)
-        else:
-            self._scale = None  # torch sets none of these, so that its getters fail
-        vars(self).update({f"_{name}": option for name, option in options.items()})
-        self._init_hysteresis_tracker = self._hysteresis
-        self._dynamic = dynamic
+        kind = torch.device(device).type if enabled else str(device)
+        super().__init__(
+            kind,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self._min_scale = 0.0 if min_scale is None else min_scale
+        self._max_scale = math.inf if max_scale is None else max_scale
+        self._dynamic, self._warn_after = dynamic, warn_after
+        self._hysteresis = self._init_hysteresis_tracker = hysteresis
         self.process_group = process_group
-        self._start_reports()
+        if enabled and not self._min_scale <= init_scale <= self._max_scale:
+            raise ValueError(
+                "GradScaler: init_scale must lie between min_scale and max_scale, got "
+                f"init_scale={init_scale}, min_scale={min_scale}, max_scale={max_scale}"
+            )
+        if enabled and hysteresis < 1:
+            raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts counting from 0, as a new scaler and a copy of one do."""
+        self._hysteresis_tracker: Tensor | None = None
+        self._counts: Tensor | None = None  # on the device of the scale, as updates leave them
+        self._seen: Tensor | None = None  # on the CPU, as they have arrived there
+        self._has_warned = False
+        # The states of the optimizers at the last update, and at each optimizer's last one, by id.
+        self._last_states: dict[int, dict[str, Any]] = {}
+        self._last_state_of: dict[int, dict[str, Any]] = {}
+
+    @_disable_dynamo
+    @outside_inference_mode()
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._hysteresis != 1:
+            left = self._init_hysteresis_tracker
+            self._hysteresis_tracker = torch.full((), left, dtype=torch.int32, device=dev)
+        self._counts = self._seen = torch.zeros(_COUNTS, dtype=torch.float64, device=dev)
+        if self._counts.is_cuda:
+            self._seen = torch.zeros(_COUNTS, dtype=torch.float64, pin_memory=True)
+
+    # Scans of the gradients.
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies outputs by the scale.
@@ -163,8 +159,17 @@ class GradScaler(torch.amp.GradScaler):
             outputs: A tensor, or an iterable of tensors, such as the loss.
         """
         if self._enabled and self._per_optimizer_states:  # empty in most loops
-            _on_loss_scaled(self._per_optimizer_states)
+            self._note_scaled_loss()
         return super().scale(outputs)
+
+    @_disable_dynamo
+    def _note_scaled_loss(self) -> None:
+        """Remembers unscaled gradients, because those that change now may carry the scale again."""
+        for state in self._per_optimizer_states.values():
+            state.pop("unscaled", None)
+            optimizer = _optimizer_of(state)
+            if state["stage"] is OptState.UNSCALED and optimizer is not None:
+                state.setdefault("versions", _versions(optimizer))
 
     @_disable_dynamo  # torch.compile breaks the graph here
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -175,77 +180,20 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If no loss was scaled.
-            RuntimeError: If a gradient is complex. Also if, since the last update, these gradients
-                were unscaled (also with another optimizer), the optimizer has stepped, or one of
-                these calls was interrupted.
+            RuntimeError: If, since the last update, the gradients were unscaled (also with another
+                optimizer), or the optimizer has stepped.
             ValueError: If a gradient is float16.
-            TypeError: If ``optimizer`` is not an optimizer.
         """
-        if not self._enabled:
-            return
-        self._check_scale_growth_tracker("unscale_")
-        check_has_groups("unscale_", optimizer)
-        state = _state_of(self._per_optimizer_states, optimizer)
-        if "iteration" in state:
-            state["iteration"].check_needs_no_reset("unscale_")
-        if state["stage"] is OptState.READY:
-            _start_iteration(self, "unscale_", optimizer, state)
-        # FSDP1's override would reduce the flags a second time.
-        _TORCH_GRAD_SCALER.unscale_(self, optimizer)
-        _agree_over_group(self, state)
-        state["iteration"].needs_reset = False  # an exception above leaves it True
-
-    def _reduces_over(self) -> Any:
-        """Returns the process group whose ranks skip steps together, or None."""
-        return self.process_group
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        """Unscales the gradients of an optimizer in place; returns ``found_inf`` by device."""
-        state = _state_of(self._per_optimizer_states, optimizer)
-        if "iteration" not in state:  # called directly, not through unscale_
-            _start_iteration(self, "unscale_", optimizer, state)
-        allow_fp16 = allow_fp16 or self._takes_fp16
-        flags = _scan(self, optimizer, state, found_inf, inv_scale, allow_fp16)
-        if flags is None:
-            flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        return flags
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Scans the gradients of an optimizer for inf and NaN without writing them."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        states = self._per_optimizer_states
-        state = states.get(id(optimizer)) or _state_of(states, optimizer)
-        found_inf = _start_iteration(self, "step", optimizer, state)
-        flags: dict[torch.device, Tensor] | None = None
-        unscaling = unscaling_optimizer(optimizer)
-        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
-            pass  # a subclass or patch checks them in its own way
-        elif unscaling is None:
-            flags = _scan(self, optimizer, state, found_inf, None, allow_fp16=True)
-        else:
-            state["scan"] = unscaling.scan_gradients(found_inf, scale)
-            flags = dict(state["scan"].found_infs)
-        if flags is not None:
-            state["found_inf_per_device"] = flags
-            return flags if self._reduces_over() is None else _agree_over_group(self, state)
-        try:  # like torch, unscales by 1, which does not change the gradients
-            super()._check_inf_per_device(optimizer)
-        finally:
-            state["iteration"].forget_unscaling()
-        return _agree_over_group(self, state)
+        if self._enabled and self._scale is not None:
+            self._join(optimizer)
+        _TORCH.unscale_(self, optimizer)  # FSDP1's override would reduce the flags a second time
 
     @_disable_dynamo  # torch.compile breaks the graph here
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer if its gradients are finite, and skips the step otherwise.
 
         Scans the gradients first, unless :meth:`unscale_` has. An optimizer that unscales inside
-        its step, also one behind a wrapper, receives the scale for this step.
+        its step receives the scale for this step; the gradients of a wrapper are unscaled before.
 
         Args:
             optimizer: The optimizer. Call this at most once between two updates.
@@ -257,60 +205,132 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: If no loss was scaled, or the optimizer had no gradient to scan.
-            RuntimeError: If ``closure`` is given or a gradient is complex. If, since the last
-                update, the optimizer has stepped, or a call was interrupted. If a gradient may
-                carry another scale than expected, because it appeared after ``unscale_``, was
-                written or replaced after a later :meth:`scale`, or was unscaled with another
-                optimizer.
-            TypeError: If ``optimizer`` is not an optimizer, or is a wrapper that hides the
-                optimizer that needs the scale.
+            RuntimeError: If ``closure`` is given; if the optimizer has stepped since the last
+                update; or if a gradient was written or replaced after ``unscale_`` and a later
+                :meth:`scale`, or unscaled with another optimizer.
         """
-        if not self._enabled or "closure" in kwargs or self._scale is None:
+        if not self._enabled or self._scale is None or "closure" in kwargs:
             return super().step(optimizer, *args, **kwargs)  # disabled: steps; otherwise raises
-        keeps_scale = takes_scale(optimizer)
-        if not keeps_scale:
-            check_has_groups("step", optimizer)
-        elif args and callable(args[0]):
-            raise RuntimeError(NO_CLOSURE)  # gradients from a closure carry no scale
-        state = _state_of(self._per_optimizer_states, optimizer)
-        if "iteration" in state:
-            state["iteration"].check_needs_no_reset("step")
-        if state["stage"] is OptState.UNSCALED:
-            _check_unscaled(optimizer, state)
-        if state["stage"] is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)  # raises: it has stepped already
-        if not keeps_scale:
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            if not state["found_inf_per_device"]:
-                raise AssertionError(NOTHING_WAS_SCANNED)
-            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        unscaling = unscaling_optimizer(optimizer)
-        if unscaling is not None or not _takes_scaler(
-            getattr(optimizer.step, "__func__", optimizer.step)
-        ):
-            return _step_with_scale(self, optimizer, unscaling, state, args, kwargs)
-        try:
-            return super().step(optimizer, *args, **kwargs)
-        except BaseException:  # the optimizer may have stepped
-            _invalidate(state)
-            raise
+        unscales = getattr(optimizer, _SUPPORTS, False)
+        if unscales and args and callable(args[0]):
+            raise RuntimeError(NO_CLOSURE)  # gradients of a closure carry no scale
+        state = self._join(optimizer)
+        if "versions" in state and state["versions"] != _versions(optimizer):
+            raise RuntimeError(
+                "GradScaler.step: a gradient was changed after unscale_() and a later scale(), so "
+                "it may carry the scale again. Call optimizer.zero_grad() and scaler.update(), "
+                "then run backward() again."
+            )
+        if unscales and (_held_by(optimizer) or not _has_own_flag(optimizer)):
+            # torch sets the scale and the flag on the wrapper, where the optimizers inside do not
+            # see them. So the gradients are unscaled before the step.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        elif unscales and hasattr(optimizer, "scan_gradients"):
+            return self._step_with_scale(optimizer, state, *args, **kwargs)
+        return super().step(optimizer, *args, **kwargs)
 
-    def _maybe_opt_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+    def _step_with_scale(
+        self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps an optimizer that does not take the scale, unless an overflow was found."""
+        """Steps an optimizer of amp_ext as torch does, but without inspecting its signature."""
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if self._reduces_over() is not None:
+            check_guard(optimizer)
+        scale: Any = self._scale
+        grad_scale = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+            grad_scale = scale if grad_scale is None else scale * grad_scale
+        found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
         try:
-            returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-            optimizer_state["stage"] = OptState.STEPPED  # at once, to refuse a second step
-        except BaseException:  # how far the step came is unknown
-            _invalidate(optimizer_state)
-            raise
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+            returned = optimizer.step(*args, **kwargs)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+        state["stage"] = OptState.STEPPED
         return returned
+
+    def _join(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the state of an optimizer, which it shares with a wrapper around it."""
+        inside, states = _inside(optimizer), self._per_optimizer_states
+        state = states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            state = states.get(id(inside), state)
+        states[id(optimizer)] = states[id(inside)] = state
+        state["optimizer"] = _reference(inside)
+        return state
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
+        """Scans gradients that stay scaled. An optimizer of amp_ext keeps the sums for its step."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        self._refuse_unscaled(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        flags: dict[Any, Any]
+        if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
+            flags = super()._check_inf_per_device(optimizer)  # by a subclass or a patch
+        elif not hasattr(optimizer, "scan_gradients"):
+            flags = self._scan(optimizer, scale.new_zeros(()), None, allow_fp16=True)
+        else:
+            optimizer.check_scaler(self, "step")
+            state["scan"] = scan = optimizer.scan_gradients(scale)
+            flags = self._flags_of_all_ranks(scan.found_infs)
+        state["found_inf_per_device"] = flags
+        return flags
+
+    @_disable_dynamo
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscales the gradients of an optimizer in place, for torch's ``unscale_``."""
+        self._refuse_unscaled(optimizer)
+        if hasattr(optimizer, "check_scaler"):
+            optimizer.check_scaler(self, "unscale_")
+        return self._scan(optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16)
+
+    @outside_inference_mode()
+    def _scan(
+        self, optimizer: Any, found_inf: Tensor, inv_scale: Tensor | None, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Scans gradients for inf and NaN, and multiplies them by ``inv_scale`` if it is given."""
+        grads, sharded_over = local_grads(optimizer, "GradScaler")
+        inputs = found_inf, self._scale, inv_scale, allow_fp16
+        found = ops.binary.scan_grads(params_of(optimizer), grads, *inputs)
+        if found is None:  # as torch does, for gradients that our kernels can't read
+            unscale = torch.ones_like(found_inf) if inv_scale is None else inv_scale
+            return _TORCH._unscale_grads_(self, optimizer, unscale, found_inf, allow_fp16)
+        flags = {flag.device: flag for flag, _ in found}
+        if sharded_over:
+            flags, _ = sharded_over.all_reduce(found_inf, flags.values())
+        state = self._per_optimizer_states[id(optimizer)]
+        state["scan"] = GradScan(flags, {first.device: first for _, first in found})
+        if inv_scale is not None:
+            state["unscaled"] = {id(grad) for grad in grads if grad is not None}
+        return self._flags_of_all_ranks(flags)
+
+    def _refuse_unscaled(self, optimizer: Any) -> None:
+        """Refuses gradients that another optimizer has unscaled since the last update."""
+        states = self._per_optimizer_states
+        for state in states.values():
+            if "unscaled" not in state or state is states[id(optimizer)]:
+                continue
+            if any(id(param.grad) in state["unscaled"] for param in params_of(optimizer)):
+                raise RuntimeError(
+                    "GradScaler: a gradient was already unscaled with another optimizer, which has "
+                    "the same parameter. Give each parameter to one optimizer."
+                )
+
+    def _reduces_over(self) -> Any:
+        """Returns the process group whose ranks skip steps together, or None."""
+        return self.process_group
+
+    def _flags_of_all_ranks(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Returns the flags of a scan over all ranks, which also skip if their scales differ."""
+        group, scale = self._reduces_over(), self._scale
+        return flags if group is None or scale is None else all_reduce_flags(flags, scale, group)
+
+    # Updates, and what they report.
 
     @_disable_dynamo  # torch.compile breaks the graph here
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -321,70 +341,74 @@ class GradScaler(torch.amp.GradScaler):
                 number, or a tensor of one element.
 
         Raises:
-            AssertionError: If no loss was scaled, or no ``step`` or ``unscale_`` scanned gradients
-                and none was interrupted, or torch would refuse the tensor ``new_scale``.
-            RuntimeError: If ``new_scale`` is a finite number that does not fit float32. Also if the
-                ranks of ``process_group`` had different scales in the last finished update; only
-                this error ends the iteration.
-            ValueError: If ``new_scale`` is negative, NaN or inf. A tensor on a GPU is not read.
-            TypeError: If ``new_scale`` is not a number.
+            AssertionError: If no loss was scaled, no ``step`` or ``unscale_`` scanned gradients, or
+                torch would refuse the tensor ``new_scale``.
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("update")
-        if isinstance(new_scale, Tensor):
-            if (
-                new_scale.numel() != 1
-                or new_scale.device.type != self._device
-                or new_scale.requires_grad
-            ):
-                super().update(new_scale)  # raises before anything changes
-            new_scale = new_scale.reshape(())
-            if new_scale.is_cpu:
-                checked("GradScaler.update", "new_scale", new_scale)
-        elif new_scale is not None:
-            new_scale = float(checked("GradScaler.update", "new_scale", new_scale))
-        messages: Any = None
-        if scale.device.type in DEVICE_TYPES:
-            next_states: Any = defaultdict(_refresh_per_optimizer_state)
-            # Ends the iteration, so that another update does not count the same scans again.
-            # Returns None and changes nothing if nothing was scanned.
-            messages = self._loss_scale.update(vars(self), new_scale, next_states)
-        if messages is None:
-            # torch updates the scale without our kernels, and raises if nothing was scanned.
-            super().update(new_scale)
-        else:
-            if scale.is_cuda:
-                self._last_update = mark_update(self._last_update, scale.device)
-            report(scale, *messages)
-        if self._reduces_over() is not None:
-            self._loss_scale.check_scales()
+        scale, tracker = self._check_scale_growth_tracker("update")
+        states, found_infs, scanned = self._per_optimizer_states, [], []
+        once = {id(state): (key, state) for key, state in states.items()}  # wrappers share states
+        for key, state in once.values():
+            scan = state.get("scan")
+            for device, flag in state["found_inf_per_device"].items():
+                first = None if scan is None else scan.first_nonfinites.get(device)
+                found_infs.append(flag)
+                scanned.append((first, key, scan is not None and scan.counts_tensors))
+        rules = {name: getattr(self, f"_{name}") for name in _RULES}
+        is_ours = self._counts is not None and (scale.is_cpu or scale.is_cuda)
+        if new_scale is not None or not found_infs or not is_ours:
+            if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                new_scale = new_scale.reshape(())
+            super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+            rules["dynamic"] = False  # the flags only count
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._last_states, self._last_state_of = states, self._last_state_of | states
+        if not found_infs or not is_ours:
+            return
+        trackers = tracker, found_infs, self._hysteresis_tracker
+        counts = scanned, self._counts, self._seen
+        skips_in_a_row = ops.binary.update_scale_(scale, *trackers, *counts, **rules)
+        if skips_in_a_row >= self._warn_after and not self._has_warned:
+            stats = self.stats()
+            update_of_name = self._seen[8]  # type: ignore[index]
+            is_of_these = update_of_name > stats.updates - stats.consecutive_skips
+            _LOGGER.warning(
+                "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is "
+                "%g. The first bad gradient was that of %s. Gradients that are inf or NaN at any "
+                "scale come from the model or the data.",
+                *(stats.consecutive_skips, stats.updates, stats.scale),
+                (is_of_these and stats.last_nonfinite) or "a parameter that is not known here",
+            )
+        self._has_warned = skips_in_a_row >= self._warn_after
 
     def last_step_skipped(
         self, optimizer: torch.optim.Optimizer | None = None, *, wait: bool = False
     ) -> bool | None:
-        """Returns whether the step before the last update that the device has finished was skipped.
+        """Returns whether the last update was skipped, or the step of an optimizer before it.
 
         Args:
-            optimizer: The optimizer whose step is meant; None stands for any optimizer.
-            wait: Waits for the last update, so that the answer is up to date.
+            optimizer: The optimizer whose step is meant, which waits for a GPU; None stands for any
+                optimizer.
+            wait: Waits for a GPU without an optimizer, too. Otherwise the answer is about the last
+                update that the device has finished.
 
         Returns:
-            None if no update, or none with this optimizer, has finished yet; False if scaling is
-            disabled.
-
-        Raises:
-            TypeError: If ``optimizer`` is not an optimizer.
+            None if there was no update, or none with this optimizer; False if scaling is disabled.
         """
         if not self._enabled:
             return False
         if optimizer is not None:
-            check_has_groups("last_step_skipped", optimizer)
-        if wait:
-            wait_for(self._last_update, self._scale)
-        inside = None if optimizer is None else optimizer_inside(optimizer)
-        skipped: bool | None = self._loss_scale.step_skipped(inside)
-        return skipped
+            state = self._last_state_of.get(id(optimizer), {})
+            if _optimizer_of(state) is not _inside(optimizer):
+                return None
+            found = any(flag.item() != 0 for flag in state["found_inf_per_device"].values())
+            return found or _was_withheld(state, wait=True)
+        stats = self.stats(wait=wait)
+        if stats.updates == 0:
+            return None
+        is_withheld = [_was_withheld(state, wait) for state in self._last_states.values()]
+        return stats.consecutive_skips > 0 or any(is_withheld)
 
     def stats(self, *, wait: bool = False) -> ScalerStats:
         """Returns counts, the extremes of the scale and the name of the last bad tensor.
@@ -393,67 +417,30 @@ class GradScaler(torch.amp.GradScaler):
             wait: Waits for the last update. Otherwise the counts are those after the last update
                 that the device has finished.
         """
-        if not self._enabled:
-            return ScalerStats(0, 0, 0, 0, 1.0, 1.0, 1.0, None)
-        if wait:
-            wait_for(self._last_update, self._scale)
-        return ScalerStats(*self._loss_scale.stats(float(self._init_scale)))
+        if wait and self._counts is not None and self._counts.is_cuda:
+            torch.cuda.synchronize(self._counts.device)
+        counts = [0.0] if self._seen is None else self._seen.tolist()
+        while counts[0] != counts[-1]:  # the device is writing them
+            counts = self._seen.tolist()  # type: ignore[union-attr]
+        if counts[0] == 0:
+            scale = float(self._init_scale) if self._enabled else 1.0
+            return ScalerStats(0, 0, 0, 0, scale, scale, scale, None)
+        updates, skips, in_a_row, scale, smallest, largest, key, index, _, tensors, _ = counts
+        optimizer = _optimizer_of(self._last_state_of.get(int(key), {}))
+        name = name_of_param(optimizer, int(index)) or None
+        whole = int(updates), int(updates - skips), int(skips), int(in_a_row)
+        return ScalerStats(*whole, scale, smallest, largest, name, int(tensors))
 
-    def get_scale(self) -> float:
-        """Returns the scale, or 1.0 if scaling is disabled. Waits for a GPU."""
-        scale = super().get_scale()
-        if self._enabled and self._loss_scale.must_warn_of(scale):
-            warn_of_scale(scale)
-        return scale
-
-    def __repr__(self) -> str:
-        """Returns the options and the counts after the last update that the device has finished."""
-        name = type(self).__name__
-        if not self._enabled:
-            return f"{name}(enabled=False)"
-        options = {"device": self._device} | {
-            each: getattr(self, f"_{each}") for each in (*OF_TORCH, "min_scale", "max_scale")
-        }
-        options |= {"dynamic": self._dynamic, "hysteresis": self._hysteresis}
-        stats = self.stats()
-        listed = ", ".join(f"{each}={value!r}" for each, value in options.items())
-        return f"{name}({listed}; scale {stats.scale}, {stats.skips} of {stats.updates} skipped)"
-
-    def _start_reports(self) -> None:
-        """Starts counting from 0; the attributes set here are never copied to another process."""
-        self._loss_scale = ops.LossScale(name_of_param) if self._enabled else None
-        self._last_update = None
-        self._grad_scale_attributes = GradScaleAttributes()
-
-    @_disable_dynamo
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            super()._lazy_init_scale_growth_tracker(dev)  # raises: the tensors exist already
-        self._loss_scale.make(vars(self), torch.device(dev))
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the growth factor; ValueError if it is not above 1, TypeError if no number."""
-        super().set_growth_factor(self._checked("growth_factor", new_factor))
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor after an overflow; ValueError if it is not above 0 and below 1."""
-        super().set_backoff_factor(self._checked("backoff_factor", new_factor))
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the clean iterations until the scale grows; ValueError if below 1."""
-        super().set_growth_interval(self._checked("growth_interval", new_interval))
-
-    def _checked(self, name: str, value: Any) -> Any:
-        """Returns the number that a setter stores; a disabled scaler accepts anything."""
-        return checked(f"GradScaler.set_{name}", name, value) if self._enabled else value
+    # State dicts and pickles.
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's five entries, and the hysteresis counter if ``hysteresis`` is not 1."""
         state = super().state_dict()
         if state and self._hysteresis != 1:
-            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+            state["_hysteresis_tracker"] = self._hysteresis_left()
         return state
 
+    @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class or of torch's. The limits stay as constructed.
 
@@ -462,198 +449,90 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the dict is empty, as that of a disabled scaler is.
-            TypeError: If ``state_dict`` is not a dict.
-            KeyError: If an entry is missing.
-            ValueError: If an entry is not a number, or out of range. After any error or interrupt
+            KeyError, TypeError, ValueError: If an entry is missing or not a number. After any error
                 the scaler is unchanged.
         """
-        operation = "GradScaler.load_state_dict"
-        if self._enabled:
-            check_is_dict(operation, state_dict)
         if not self._enabled or not state_dict:
             super().load_state_dict(state_dict)  # disabled: does nothing; empty: raises
             return
-        entry = functools.partial(checked, operation, wrong_type=ValueError)
-        try:
-            self._loss_scale.load(vars(self), dict(state_dict), entry)
-        except KeyError as error:
-            name = error.args[0]
-            raise KeyError(missing_entry(operation, name, state_dict)) from None
+        numbers = {name: kind(state_dict[name]) for name, kind in _SAVED.items()}
+        left = min(int(state_dict.get("_hysteresis_tracker", self._hysteresis)), self._hysteresis)
+        super().load_state_dict(numbers)
+        self._init_hysteresis_tracker = left
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(left)
 
-    def _get_hysteresis_tracker(self) -> int:
-        if self._hysteresis_tracker is None:
-            return self._init_hysteresis_tracker
-        return int(self._hysteresis_tracker.item())
+    def _hysteresis_left(self) -> int:
+        tracker = self._hysteresis_tracker
+        return self._init_hysteresis_tracker if tracker is None else int(tracker.item())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without process-specific objects; a copy counts from 0."""
-        state = super().__getstate__()
-        state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
-        of_process = ("_loss_scale", "_last_update", "_grad_scale_attributes")
-        for name in ("_hysteresis_tracker", *of_process):
-            state.pop(name, None)
-        if self._enabled and self._loss_scale.warned_of_scale:
-            state["_warned_of_scale"] = True
-        return state
+        """Returns the state for a pickle or a copy, which counts from 0."""
+        state = super().__getstate__() | {"_init_hysteresis_tracker": self._hysteresis_left()}
+        of_process = ("_hysteresis_tracker", "_counts", "_seen", "_last_states", "_last_state_of")
+        return {name: value for name, value in state.items() if name not in of_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a scaler from a pickle or a copy."""
-        self.__dict__.update(state)
-        self._start_reports()
-        if self._enabled:
-            self._loss_scale.warned_of_scale = self.__dict__.pop("_warned_of_scale", False)
-            # A shallow copy would otherwise share this dict with the original.
+        super().__setstate__(state)
+        if self._enabled:  # a shallow copy would otherwise share this dict with the original
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._forget()
 
 
-# Kept to detect an overridden method, including one that was patched into the class.
-_UNSCALE_GRADS = GradScaler._unscale_grads_
+_UNSCALE_GRADS = (
+    GradScaler._unscale_grads_
+)  # to notice an override, also one patched into the class
 
 
-@_disable_dynamo
-def _on_loss_scaled(states: Mapping[Any, dict[str, Any]]) -> None:
-    """Records which gradients are unscaled now; later gradients may carry the scale."""
-    for state in states.values():
-        if "iteration" in state:
-            state["iteration"].on_loss_scaled(state["stage"] is OptState.STEPPED)
+def _has_own_flag(optimizer: Any) -> bool:
+    """Returns False if an object has delegated the flag that it unscales inside its step."""
+    return hasattr(type(optimizer), _SUPPORTS) or _SUPPORTS in getattr(optimizer, "__dict__", {})
 
 
-def _state_of(states: dict[int, dict[str, Any]], optimizer: Any) -> dict[str, Any]:
-    """Returns the dict with the state of an optimizer since the last update.
-
-    torch and other libraries look this dict up under ``id(optimizer)``. A wrapper and the optimizer
-    inside share one dict. If an id is reused by a new object, the old dict moves to another key.
-    """
-    inside = optimizer_inside(optimizer)
-    for key in {id(optimizer), id(inside)}:
-        iteration = states.get(key, {}).get("iteration")
-        if iteration is not None and not iteration.is_of(inside):
-            states[-id(iteration)] = states.pop(key)  # update() still counts it
-    state = states.get(id(optimizer))
-    if state is None or state == _refresh_per_optimizer_state():
-        state = states[id(inside)]
-    states[id(optimizer)] = states[id(inside)] = state
-    return state
+def _held_by(wrapper: Any) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers to which an object delegates, or that its attributes hold."""
+    of = type(wrapper)
+    if hasattr(of, "scan_gradients") or of.__module__.startswith("torch.optim."):
+        return []
+    owner = getattr(getattr(wrapper, "register_step_pre_hook", None), "__self__", None)
+    held = [owner]
+    for name, value in getattr(wrapper, "__dict__", {}).items():
+        if name not in ("state", "param_groups"):
+            values = value.values() if isinstance(value, dict) else value
+            held += values if isinstance(value, (dict, list, tuple)) else [value]
+    kind = torch.optim.Optimizer
+    return [each for each in held if isinstance(each, kind) and each is not wrapper]
 
 
-def _start_iteration(
-    scaler: GradScaler, operation: str, optimizer: Any, state: dict[str, Any]
-) -> Any:
-    """Starts the iteration of an optimizer; returns the initial ``found_inf`` flag of its scan.
-
-    Raises RuntimeError if its gradients no longer carry the scale. Adds ``state["iteration"]``, the
-    compiled module's data about the optimizer until the update.
-    """
-    inside = optimizer_inside(optimizer)
-    check_scaler = getattr(inside, "check_scaler", None)
-    if check_scaler is not None:
-        check_scaler(scaler, operation)
-    return scaler._loss_scale.start_iteration(operation, vars(scaler), state, inside)
+def _inside(optimizer: Any) -> Any:
+    """Returns the optimizer that a wrapper steps, which has the same parameters, or the object."""
+    for each in _held_by(optimizer):
+        if list(map(id, params_of(each))) == list(map(id, params_of(optimizer))):
+            return _inside(each)
+    return optimizer
 
 
-def _scan(
-    scaler: GradScaler,
-    optimizer: Any,
-    state: dict[str, Any],
-    found_inf: Tensor,
-    inv_scale: Tensor | None,
-    allow_fp16: bool,
-) -> dict[torch.device, Tensor] | None:
-    """Scans the gradients, and multiplies them by ``inv_scale`` if it is given.
-
-    Returns ``found_inf`` for each device, or None if only torch's code can handle these gradients.
-    """
-    grads, sharded_over = local_grads(optimizer, "GradScaler")
-    flags: dict[torch.device, Tensor] | None = scaler._loss_scale.scan(
-        state["iteration"], grads, found_inf, inv_scale, allow_fp16
-    )
-    if flags is not None and sharded_over:
-        flags, _ = sharded_over.all_reduce(found_inf, flags.values())
-    return flags
-
-
-def _agree_over_group(scaler: GradScaler, state: dict[str, Any]) -> dict[torch.device, Tensor]:
-    """Reduces the flags of this scan over all ranks, including ranks without a gradient."""
-    flags: dict[torch.device, Tensor] = state["found_inf_per_device"]
-    group = scaler._reduces_over()
-    if group is not None:
-        scale, _ = scaler._check_scale_growth_tracker("unscale_")
-        flags, differ = all_reduce_flags(flags, scale, group)
-        state["found_inf_per_device"] = flags
-        scaler._loss_scale.note_different_scales(state, flags, differ)
-    return flags
-
-
-def _check_unscaled(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Refuses gradients that appeared after ``unscale_``, because they may still be scaled."""
-    if not state["found_inf_per_device"]:
-        if any(param.grad is not None for param in params_of(optimizer)):
-            raise AssertionError(NOTHING_WAS_SCANNED)
-    elif "iteration" in state:
-        state["iteration"].check_unscaled()
-
-
-def _step_with_scale(
-    scaler: GradScaler,
-    optimizer: Any,
-    unscaling: SupportsFusedUnscale | None,
-    state: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Steps an optimizer that receives the scale and unscales inside its step."""
-    if scaler._reduces_over() is not None:
-        check_guard(unscaling)
-    attributes = scaler._grad_scale_attributes
-    attributes.take_back()  # the last step may have been interrupted before it removed them
-    if unscaling is not None:
-        unscaling.set_amp_context(None)
-    preset = grad_scale = getattr(optimizer, "grad_scale", None)
-    scale: Any = scaler._scale
-    state.pop("scan", None)
-    if state["stage"] is OptState.READY:
-        scaler._check_inf_per_device(optimizer)
-        grad_scale = scale if preset is None else scale * preset
-    scan = state.get("scan")
-    found_inf = sum_of_flags(state["found_inf_per_device"], scale.device)
-    amp_context = AmpStepContext(grad_scale, found_inf, scan)
+def _reference(optimizer: Any) -> Any:
+    """Returns a weak reference to an optimizer, or a strong one if its class supports none."""
     try:
-        try:
-            if unscaling is None:
-                attributes.set_for(optimizer, amp_context)
-                amp_context.is_used = True  # how far a foreign step came is unknown
-            else:
-                unscaling.set_amp_context(amp_context)
-            returned = optimizer.step(*args, **kwargs)
-        finally:
-            if unscaling is None:
-                attributes.take_back()
-            else:
-                unscaling.set_amp_context(None)
-        if unscaling is not None and preset is not None:
-            with contextlib.suppress(AttributeError):  # the optimizer may have deleted it
-                del optimizer.grad_scale
-        again = None if amp_context.scan is scan else amp_context.scan
-        # Keep the first scan if ranks agreed on it, or if a hook removed all gradients.
-        if again is not None and again.found_infs and scaler._reduces_over() is None:
-            state["found_inf_per_device"] = dict(again.found_infs)
-        state["stage"] = OptState.STEPPED
-    except BaseException:
-        if amp_context.is_used:
-            _invalidate(state)
-        raise
-    return returned
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
 
 
-@functools.lru_cache(maxsize=32)  # inspecting a signature takes 9 µs
-def _takes_scaler(step: Any) -> bool:
-    """Returns True if a ``step`` method has an argument for the scaler, an older way of torch."""
-    return "grad_scaler" in inspect.signature(step).parameters
+def _optimizer_of(state: dict[str, Any]) -> Any:
+    """Returns the optimizer of a state, or None if it is gone or other code has made the state."""
+    return state["optimizer"]() if "optimizer" in state else None
 
 
-def _invalidate(state: dict[str, Any]) -> None:
-    """Marks an interrupted step, which may have written, so that only ``update`` is allowed."""
-    if "iteration" in state:
-        state["iteration"].needs_reset = True
-    else:  # code outside amp_ext created the state
-        state["stage"] = OptState.STEPPED
+def _was_withheld(state: dict[str, Any], wait: bool) -> bool:
+    """Returns True if the guard of an optimizer skipped its last step."""
+    guard = getattr(_optimizer_of(state), "norm_guard", None)
+    return guard is not None and bool(guard.last_step_skipped(wait=wait))
+
+
+def _versions(optimizer: Any) -> list[Any]:
+    """Returns what changes when a gradient of an optimizer is written or replaced."""
+    grads = [param.grad for param in params_of(optimizer)]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]

@@ -22,7 +22,7 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
       ``amp_ext.optim`` and torch's fused ones. torch's class reduces only in ``unscale_``, so some
       ranks would step while others skip.
     * One scan needs one all-reduce of three numbers, however many devices hold gradients.
-    * If ranks have different scales, all skip and ``update`` raises; in torch's class they drift.
+    * If ranks have different scales, all skip; in torch's class they drift.
     * Everything that :class:`GradScaler` adds is available.
 
     ``unscale_`` accepts float16 gradients, as in torch's class. FSDP2 (``fully_shard``) does not

@@ -1,19 +1,10 @@
-"""Counts and log messages of the updates of a gradient scaler."""
+"""The counts of a gradient scaler."""
 
 from __future__ import annotations
 
-import logging
-import warnings
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from amp_ext import ops
-
-__all__ = ["ScalerStats", "mark_update", "report", "wait_for", "warn_of_scale"]
-
-_LOGGER = logging.getLogger("amp_ext")
+__all__ = ["ScalerStats"]
 
 
 @dataclass(frozen=True)
@@ -45,35 +36,3 @@ class ScalerStats:
     largest_scale: float
     last_nonfinite: str | None
     skipped_tensors: int = 0
-
-
-def mark_update(event: torch.cuda.Event | None, device: torch.device) -> torch.cuda.Event | None:
-    """Records an event after the update that was just launched; returns None within a capture."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    event = event or torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def wait_for(event: torch.cuda.Event | None, scale: Tensor | None) -> None:
-    """Waits until the device of the scale has finished the update that :func:`mark_update` saw."""
-    if scale is None or not scale.is_cuda:
-        return
-    if event is not None:
-        event.synchronize()
-    else:  # the update is in a CUDA graph, which may be running
-        torch.cuda.synchronize(scale.device)
-
-
-def report(scale: Tensor, skips: str, is_too_small: bool) -> None:
-    """Logs the messages of the last finished update and warns of a scale that is too small."""
-    if skips:
-        _LOGGER.warning(skips)
-    if is_too_small:
-        warn_of_scale(scale.item(), stacklevel=4)
-
-
-def warn_of_scale(scale: float, *, stacklevel: int = 3) -> None:
-    """Warns that the inverse of the scale is not finite."""
-    warnings.warn(ops.LossScale.warning_of(str(scale)), stacklevel=stacklevel)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import params_of
+from amp_ext.nonfinite import drop_iteration, params_of
 from amp_ext.optim.checkpoints import keys_in_order
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
@@ -264,7 +264,7 @@ class MixedPrecisionTrainer:
         self._accumulated = 0
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler is not None:
-            self.scaler._per_optimizer_states.clear()
+            drop_iteration(self.scaler)
 
     def finish_scheduler_step(self) -> None:
         """Steps the scheduler unless the last optimizer step was skipped; waits for that step.

@@ -102,20 +102,17 @@ void Launcher::average(const AverageLaunch& launch) const {
 }
 
 void Launcher::update_scale(const ScaleUpdate& update, const std::vector<OverflowFlag>& flags) {
-  const ReportMemory& reports = update.reports;
   bool overflow = false;
   for (const OverflowFlag& flag : flags) {
     const bool found = *flag.found_inf != 0.0f;
     overflow |= found;
-    if (reports.report != nullptr) {
-      report_flag(flag, found, *reports.report, reports.optimizers);
-    }
+    if (update.counts != nullptr) count_flag(flag, found, *update.counts);
   }
   const float scale_before = *update.state.scale;
   update_loss_scale(update.hyperparameters, overflow, update.state);
-  if (reports.report == nullptr) return;
-  report_update(overflow, scale_before, *update.state.scale, *reports.report);
-  write_mirror(reports.mirror, reports.report->updates, [&] { reports.copy(0, 1); });
+  if (update.counts != nullptr) {
+    count_update(overflow, scale_before, *update.state.scale, *update.counts);
+  }
 }
 
 }  // namespace amp_ext::cpu

@@ -18,46 +18,26 @@ struct UpdateArguments {
 };
 static_assert(sizeof(UpdateArguments) <= kArgumentBytes);
 
-struct FoundFlags {
-  bool values[kMaxFlags];
-};
-
 __global__ void __launch_bounds__(kMaxFlags)
     update_scale_kernel(const UpdateArguments __grid_constant__ arguments) {
-  AMP_EXT_SHARED(FoundFlags, found);
   const ScaleUpdate& update = arguments.update;
-  const ReportMemory& reports = update.reports;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  found.values[thread] = thread < arguments.count && *arguments.flags[thread].found_inf != 0.0f;
-  const bool found_any = __syncthreads_or(found.values[thread]);
-  if (thread == 0) {
-    bool overflow = found_any;
-    if (arguments.earlier_overflow != nullptr) {
-      overflow |= *arguments.earlier_overflow != 0;
-      *arguments.earlier_overflow = overflow ? 1 : 0;
-    }
-    if (reports.report != nullptr) {
-      for (int32_t i = 0; i < arguments.count; ++i) {
-        report_flag(arguments.flags[i], found.values[i], *reports.report, reports.optimizers);
-      }
-    }
-    if (arguments.is_last) {
-      const float scale_before = *update.state.scale;
-      update_loss_scale(update.hyperparameters, overflow, update.state);
-      if (reports.report != nullptr) {
-        report_update(overflow, scale_before, *update.state.scale, *reports.report);
-        *static_cast<volatile int64_t*>(&reports.mirror->started) = reports.report->updates;
-        __threadfence_system();
-      }
-    }
+  bool overflow = thread < arguments.count && *arguments.flags[thread].found_inf != 0.0f;
+  overflow = __syncthreads_or(overflow);
+  if (thread != 0) return;
+  if (arguments.earlier_overflow != nullptr) {
+    overflow |= *arguments.earlier_overflow != 0;
+    *arguments.earlier_overflow = overflow ? 1 : 0;
   }
-  if (!arguments.is_last || reports.report == nullptr) return;
-  __syncthreads();
-  reports.copy(thread, kMaxFlags);
-  __threadfence_system();
-  __syncthreads();
-  if (thread == 0) {
-    *static_cast<volatile int64_t*>(&reports.mirror->finished) = reports.report->updates;
+  for (int32_t i = 0; i < arguments.count && update.counts != nullptr; ++i) {
+    const OverflowFlag& flag = arguments.flags[i];
+    count_flag(flag, *flag.found_inf != 0.0f, *update.counts);
+  }
+  if (!arguments.is_last) return;
+  const float scale_before = *update.state.scale;
+  update_loss_scale(update.hyperparameters, overflow, update.state);
+  if (update.counts != nullptr) {
+    count_update(overflow, scale_before, *update.state.scale, *update.counts);
   }
 }
 

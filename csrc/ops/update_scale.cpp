@@ -9,7 +9,7 @@
 namespace amp_ext {
 
 void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
-                  const std::vector<ReportedFlag>& flags, const ReportMemory& reports) {
+                  const std::vector<ReportedFlag>& flags, const OptionalTensor& counts) {
   const char* const operation = "update_scale_";
   const auto& [scale, growth_tracker, hysteresis_tracker] = state;
   check_is_plain(operation, "scale", scale);
@@ -27,19 +27,19 @@ void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyper
   }
   std::vector<OverflowFlag> on_engine;
   for (size_t i = 0; i < flags.size(); ++i) {
-    const auto& [found_inf, first, slot, counts_tensors] = flags[i];
+    const auto& [found_inf, first, key, counts_tensors] = flags[i];
     check_number(operation, c10::str("found_infs[", i, "]"), found_inf, at::kFloat, device);
     if (first.defined()) {
       check_number(operation, c10::str("first_nonfinites[", i, "]"), first, at::kLong, device);
     }
     on_engine.push_back({found_inf.const_data_ptr<float>(),
-                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, slot,
+                         first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr, key,
                          counts_tensors});
   }
   const ScaleUpdate update{
       hyperparameters,
       {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
-      reports};
+      counts.has_value() ? static_cast<ScaleCounts*>(counts->mutable_data_ptr()) : nullptr};
   engine_of(device).update_scale(device, update, on_engine);
   bump_version(scale);
   bump_version(growth_tracker);
@@ -50,7 +50,7 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const TensorList& found_infs, const LossScaleHyperparameters& hyperparameters,
                    const OptionalTensor& hysteresis_tracker) {
   std::vector<ReportedFlag> flags;
-  for (const at::Tensor& found_inf : found_infs) flags.push_back({found_inf, {}, 0});
+  for (const at::Tensor& found_inf : found_infs) flags.push_back({found_inf, {}});
   update_scale({scale, growth_tracker, hysteresis_tracker}, hyperparameters, flags);
 }
 

@@ -1,7 +1,8 @@
-// The update of a loss scale with reports of the gradients' scans.
+// The update of a loss scale, which counts the results of the gradients' scans.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 #include <amp_ext/options.h>
 
@@ -22,13 +23,15 @@ struct ScaleState {
 struct ReportedFlag {
   at::Tensor found_inf;        // [] float32, not 0 after an overflow
   at::Tensor first_nonfinite;  // [] int64 index of the first gradient with inf or NaN, or undefined
-  int64_t slot;                // index of the optimizer's report in the monitor
+  double key = 0.0;            // identifies the optimizer
   bool counts_tensors = false;  // see OverflowFlag
 };
 
-// Updates the scale, which backs off if a flag is set and otherwise may grow. Records the update in
-// `reports`, if there are any.
-void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
-                  const std::vector<ReportedFlag>& flags, const ReportMemory& reports = {});
+// Updates the scale, which backs off if a flag is set and otherwise may grow. `counts` is a float64
+// tensor with the entries of ScaleCounts.
+AMP_EXT_API void update_scale(const ScaleState& state,
+                              const LossScaleHyperparameters& hyperparameters,
+                              const std::vector<ReportedFlag>& flags,
+                              const OptionalTensor& counts = {});
 
 }  // namespace amp_ext

@@ -264,26 +264,22 @@ bool update_scale() {
   std::vector<int64_t> first(kFlags, amp_ext::kNoTensor);
   found_infs[4] = 1.0f;
   first[4] = 7;
-  std::vector<amp_ext::OptimizerReport> optimizers(2);
-  std::vector<amp_ext::OptimizerReport> optimizers_mirror(2);
-  std::vector<amp_ext::ScalerReport> reports(2);
+  amp_ext::ScaleCounts counts{};
   std::vector<amp_ext::OverflowFlag> flags;
-  for (int i = 0; i < kFlags; ++i) flags.push_back({&found_infs[i], &first[i], i % 2});
+  for (int i = 0; i < kFlags; ++i) flags.push_back({&found_infs[i], &first[i], i + 1.0, i == 4});
   float scale = 8.0f;
   int32_t growth_tracker = 3;
   int32_t hysteresis_tracker = 1;
   int32_t earlier_overflow = 0;
   amp_ext::ScaleUpdate update;
   update.state = {&scale, &growth_tracker, &hysteresis_tracker};
-  update.reports = {&reports[0], &reports[1], optimizers.data(), optimizers_mirror.data(), 2};
+  update.counts = &counts;
   const int error =
       amp_ext::cuda::update_scale(update, flags.data(), kFlags, &earlier_overflow, nullptr);
-  const amp_ext::ScalerReport& mirror = reports[1];
   return error == cudaSuccess && scale == 4.0f && growth_tracker == 0 &&
-         first[4] == amp_ext::kNoTensor && mirror.started == 1 && mirror.finished == 1 &&
-         mirror.updates == 1 && mirror.skips == 1 && mirror.scale == 4.0 &&
-         mirror.nonfinite_index == 7 && optimizers_mirror[0].skips == 1 &&
-         optimizers_mirror[1].skips == 0;
+         first[4] == amp_ext::kNoTensor && counts.updates == 1.0 && counts.skips == 1.0 &&
+         counts.scale == 4.0 && counts.largest_scale == 8.0 && counts.nonfinite_key == 5.0 &&
+         counts.nonfinite_index == 7.0 && counts.skipped_tensors == 1.0 && counts.end == 1.0;
 }
 
 // Averages of all kinds in one launch: a copy, no move, and half a move.

@@ -53,7 +53,7 @@ CHECKS = {
         rank_checks_watching.a_guard_of_sharded_parameters_needs_no_group,
         rank_checks_watching.a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them,
         rank_checks_models.a_process_group_makes_ranks_skip_together,
-        rank_checks_models.ranks_with_different_scales_skip_and_say_so,
+        rank_checks_models.ranks_with_different_scales_skip_together,
         rank_checks_models.a_sharded_scaler_is_that_of_torch_and_ours,
     ],
     "released": [

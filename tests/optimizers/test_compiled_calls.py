@@ -75,13 +75,13 @@ def test_a_warm_step_is_one_call(name, options, more) -> None:
 def test_a_warm_look_is_one_call(name, options) -> None:
     optimizer = warm(name, options, max_grad_norm=1.0)
     with crossings() as calls:
-        scan = optimizer.scan_gradients(torch.zeros(()), torch.ones(()))
+        scan = optimizer.scan_gradients(torch.ones(()))
     assert len(scan.found_infs) == 1
     assert calls == ["Stepper.scan"]
 
 
 @each_class
-def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
+def test_a_warm_iteration_with_a_scaler_is_three_calls(name, options) -> None:
     optimizer, scaler = warm(name, options), amp_ext.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     for _ in range(2):
@@ -89,9 +89,4 @@ def test_a_warm_iteration_with_a_scaler_is_four_calls(name, options) -> None:
         with crossings() as calls:
             scaler.step(optimizer)
             scaler.update()
-    assert calls == [
-        "LossScale.start_iteration",
-        "Stepper.scan",
-        "Stepper.step",
-        "LossScale.update",
-    ]
+    assert calls == ["Stepper.scan", "Stepper.step", "update_scale_"]

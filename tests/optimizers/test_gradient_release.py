@@ -249,8 +249,7 @@ def test_a_scale_without_an_inverse_skips_all() -> None:
     before = [param.detach().clone() for param in params]
     give(scaler, params, [torch.ones_like(param) for param in params])
     scaler.step(optimizer)
-    with pytest.warns(UserWarning, match="whose inverse is not finite"):
-        scaler.update(0.0)
+    scaler.update(0.0)
     before = [param.detach().clone() for param in params]
     give(scaler, params, [torch.ones_like(param) for param in params])
     scaler.step(optimizer)

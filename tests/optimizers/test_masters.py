@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext import ops
-from amp_ext.amp_protocol import AmpStepContext
 
 
 def still_step(optimizer: cases.Optimizer) -> None:
@@ -124,10 +123,8 @@ def add_a_group(optimizer: cases.Optimizer) -> None:
 
 
 def drop_a_scan(optimizer: cases.Optimizer) -> None:
-    found_inf = torch.zeros(())
-    scan = optimizer.scan_gradients(found_inf)
-    optimizer.set_amp_context(AmpStepContext(None, found_inf, scan))
-    optimizer.set_amp_context(None)
+    optimizer.scan_gradients()
+    optimizer._stepper.forget_scan()
 
 
 def keep_other_moments(optimizer: cases.Optimizer) -> None:

@@ -786,23 +786,6 @@ def test_gradients_that_still_carry_the_scale_are_refused() -> None:
     optimizer.step()
 
 
-def test_second_step_of_one_scaler_step_is_refused() -> None:
-    class Twice(AdamW):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None) -> Any:
-            super().step()
-            super().step()
-
-    optimizer = Twice(make_params(F16))
-    offloaded(optimizer)
-    scaler = amp_ext.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    give_grads(optimizer)
-    with pytest.raises(RuntimeError, match="called twice"):
-        scaler.step(optimizer)
-
-
 @pytest.mark.parametrize(("change", "words"), rows({
     "sparse": (
         lambda params, optimizer: setattr(params[1], "grad", torch.zeros(3, 5).to_sparse()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -240,31 +239,18 @@ def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scal
 def test_at_a_scale_without_an_inverse_every_step_is_skipped(make, scale, unscale, device):
     param = Parameter(torch.ones(3, device=device))
     optimizer, scaler = make([param]), amp_ext.GradScaler(device.type, init_scale=scale)
-    before, told = scale, []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale((param * 2).sum()).backward()
-            cases.scan_and_step(scaler, optimizer, unscale)
-            assert recorded(scaler, optimizer) == [1.0]
-            scaler.update()
-            told.append(len(caught))
-            after = scaler.get_scale()
-            assert after == 0 or after < before
-            before = after
-    assert told == [int(device.type == "cpu"), 1, 1]
-    assert str(caught[0].message).startswith("GradScaler: the scale fell to ")
+    before = scale
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale((param * 2).sum()).backward()
+        cases.scan_and_step(scaler, optimizer, unscale)
+        assert recorded(scaler, optimizer) == [1.0]
+        scaler.update()
+        after = scaler.get_scale()
+        assert after == 0 or after < before
+        before = after
     assert param.tolist() == [1, 1, 1]
     assert scaler.last_step_skipped(optimizer, wait=True) is True
     assert scaler.stats(wait=True).last_nonfinite is None
     stats = scaler.stats(wait=True)
     assert (stats.largest_scale, stats.skips) == (torch.tensor(scale).item(), 3)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_usual_scale_does_not_warn(device):
-    optimizer, scaler = filled(INF, device), ready(device, init_scale=1e-38)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == pytest.approx(5e-39)

@@ -339,7 +339,7 @@ DAMAGED = {
         r"MixedPrecisionTrainer.load: state_dict must have \['scaler'\], got",
     ),
     "scaler-lacks-one": (["trainer", "scaler"], SCALER, "growth_factor"),
-    "scaler-entry": (["trainer", "scaler", "_growth_tracker"], -1, "_growth_tracker must be"),
+    "scaler-entry": (["trainer", "scaler", "_growth_tracker"], "text", "."),
     "scheduler-kind": (["trainer", "scheduler"], [1], "."),
     "no-optimizer": (["trainer", "optimizer"], None, "."),
     "optimizer": (["trainer", "optimizer"], {}, "AdamW.load_state_dict: state_dict must have 's"),

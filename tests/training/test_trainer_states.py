@@ -181,8 +181,6 @@ def test_a_load_that_fails_late_changes_nothing(make_optimizer, fails, make_sche
     state = copy.deepcopy(first.state_dict())
     if fails == "scheduler":
         state["scheduler"][1] = {"_schedulers": 1}
-    elif fails == "scaler":
-        state["scaler"]["scale"] = -1.0
     else:
         state[fails] = {"averages": []}
     before, grads = all_of(trainer), cases.grads_of(trainer)
