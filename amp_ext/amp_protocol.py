@@ -57,5 +57,8 @@ def sum_of_flags(flags: Mapping[torch.device, Tensor], device: torch.device) -> 
     """
     if not flags:
         return 0
-    first, *others = (to_device(flag, device) for flag in flags.values())
-    return sum(others, first)
+    first, *others = flags.values()
+    total = to_device(first, device)
+    for flag in others:
+        total = total + to_device(flag, device)
+    return total

@@ -622,7 +622,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.gradient_release.give_up()
 
     def _scan(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> GradScan:
-        self.check_weights_are_in(f"{type(self).__name__}.scan_gradients")
+        if self._stepper.averages_are_in:
+            self.check_weights_are_in(f"{type(self).__name__}.scan_gradients")
         return self._stepper.scan_all(self, found_inf, grad_scale)
 
     def _scan_again(

@@ -263,7 +263,7 @@ class Stepper:
         """
         has_guard = self.norm_guard is not None
         inputs = None, found_inf, grad_scale, has_guard
-        found, sharded_over = self.compiled.scan(optimizer.param_groups, *inputs), ShardedOver()
+        found, sharded_over = self.compiled.scan(optimizer.param_groups, *inputs), None
         if found is None:
             found, sharded_over = self.scan_slowly(optimizer, *inputs)
         flags = {flag.device: flag for flag, *_ in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from amp_ext import ops
 from amp_ext.amp_protocol import NO_CLOSURE, GradScan, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
+from amp_ext.ops import binary
 from amp_ext.scaler.stats import ScalerStats
 from amp_ext.sharding import all_reduce_flags, check_guard, check_process_group, local_grads
 
@@ -27,6 +28,7 @@ _RULES = (
     *("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale"),
     *("hysteresis", "dynamic"),
 )
+_RULES_OF = operator.attrgetter(*(f"_{name}" for name in _RULES))
 _SAVED: dict[str, Any] = {
     **dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float),
     **dict.fromkeys(("growth_interval", "_growth_tracker"), int),
@@ -273,7 +275,8 @@ class GradScaler(torch.amp.GradScaler):
         elif not hasattr(optimizer, "scan_gradients"):
             flags = self._scan(optimizer, scale.new_zeros(()), None, allow_fp16=True)
         else:
-            optimizer.check_scaler(self, "step")
+            if optimizer.gradient_release is not None:
+                optimizer.check_scaler(self, "step")
             state["scan"] = scan = optimizer.scan_gradients(scale)
             flags = self._flags_of_all_ranks(scan.found_infs)
         state["found_inf_per_device"] = flags
@@ -296,7 +299,7 @@ class GradScaler(torch.amp.GradScaler):
         """Scans gradients for inf and NaN, and multiplies them by ``inv_scale`` if it is given."""
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         inputs = found_inf, self._scale, inv_scale, allow_fp16
-        found = ops.binary.scan_grads(params_of(optimizer), grads, *inputs)
+        found = binary.scan_grads(params_of(optimizer), grads, *inputs)
         if found is None:  # as torch does, for gradients that our kernels can't read
             unscale = torch.ones_like(found_inf) if inv_scale is None else inv_scale
             return _TORCH._unscale_grads_(self, optimizer, unscale, found_inf, allow_fp16)
@@ -355,7 +358,7 @@ class GradScaler(torch.amp.GradScaler):
                 first = None if scan is None else scan.first_nonfinites.get(device)
                 found_infs.append(flag)
                 scanned.append((first, key, scan is not None and scan.counts_tensors))
-        rules = {name: getattr(self, f"_{name}") for name in _RULES}
+        rules = dict(zip(_RULES, _RULES_OF(self), strict=True))
         is_ours = self._counts is not None and (scale.is_cpu or scale.is_cuda)
         if new_scale is not None or not found_infs or not is_ours:
             if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
@@ -368,7 +371,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         trackers = tracker, found_infs, self._hysteresis_tracker
         counts = scanned, self._counts, self._seen
-        skips_in_a_row = ops.binary.update_scale_(scale, *trackers, *counts, **rules)
+        skips_in_a_row = binary.update_scale_(scale, *trackers, *counts, **rules)
         if skips_in_a_row >= self._warn_after and not self._has_warned:
             stats = self.stats()
             update_of_name = self._seen[8]  # type: ignore[index]
