@@ -150,6 +150,17 @@ def test_a_hook_that_writes_scaled_gradients_is_told_of_once(hook, device):
         scaler.step(optimizer)
 
 
+def test_an_overflow_that_a_hook_makes_skips_the_step_and_lowers_the_scale(device):
+    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
+    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, INF))
+    with pytest.warns(UserWarning, match=WRITES_SCALED):
+        scaler.step(optimizer)
+    scaler.update()
+    assert values(optimizer) == [1.0] * 3
+    assert scaler.get_scale() == 2.0
+    assert scaler.last_step_skipped(optimizer)
+
+
 def freeze(optimizer: Any, *_: Any) -> None:
     params_of(optimizer)[0].grad = None
 
@@ -240,7 +251,39 @@ def test_a_step_on_the_instance_that_raises_leaves_no_attributes(device):
     assert values(optimizer) == [0.5] * 3
 
 
+def test_a_scan_of_our_scaler_is_not_used_under_torchs(device):
+    def make(params: Any) -> Any:
+        return amp_ext.optim.SGD(params, lr=0.5, norm_guard=amp_ext.optim.NormGuard())
+
+    optimizer = filled(4.0, device, make)
+    for value, scaler_class in ((4.0, amp_ext.GradScaler), (400.0, TorchScaler)):
+        give(optimizer, value)
+        ready(device, scaler_class).step(optimizer)
+        norm = value / 4.0 * 3**0.5
+        assert optimizer.norm_guard.stats(wait=True).last_norm == pytest.approx(norm)
+
+
 # Objects around an optimizer.
+
+
+@cases.clean_or_overflow
+@one_of_each
+def test_an_object_that_shows_the_flag_of_an_optimizer_it_hides_is_unscaled(make, value, device):
+    class Hiding:
+        def __init__(self, optimizer: Any) -> None:
+            self.param_groups, self.step = optimizer.param_groups, optimizer.step
+            self.supports = optimizer._step_supports_amp_scaling
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_step_supports_amp_scaling":
+                return self.supports
+            raise AttributeError(name)
+
+    optimizer, scaler = filled(value, device, make), ready(device)
+    scaler.step(Hiding(optimizer))
+    scaler.update()
+    assert values(optimizer) == [0.5 if value == 4.0 else 1.0] * 3
+    assert not has_leftovers(optimizer)
 
 
 def assert_closure_is_refused(step: Any, optimizer: Any) -> None:

@@ -205,6 +205,11 @@ def test_a_duplicate_counts_anew(duplicate, device):
     iterate(twin, optimizer)
     assert exact(twin) == amp_ext.ScalerStats(1, 1, 0, 0, 2.0, 2.0, 2.0, None)
     assert (exact(scaler).updates, exact(scaler).skips) == (2, 1), "the original keeps its counts"
+    give_grads(optimizer)
+    other = duplicate(scaler)
+    other.scale(torch.ones((), device=device))
+    other.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # the original knows nothing of that
 
 
 def test_scales_that_are_set_are_reported(device):
