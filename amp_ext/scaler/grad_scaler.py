@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
@@ -109,14 +110,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         check_process_group(process_group)
         kind = torch.device(device).type if enabled else str(device)
-        super().__init__(
-            kind,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        options: dict[str, Any] = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        options |= {"init_scale": init_scale, "growth_interval": growth_interval}
+        super().__init__(kind, enabled=enabled, **options)
         self._min_scale = 0.0 if min_scale is None else min_scale
         self._max_scale = math.inf if max_scale is None else max_scale
         self._dynamic, self._warn_after = dynamic, warn_after
@@ -170,7 +166,11 @@ class GradScaler(torch.amp.GradScaler):
         for state in self._per_optimizer_states.values():
             state.pop("unscaled", None)
             optimizer = _optimizer_of(state)
-            if state["stage"] is OptState.UNSCALED and optimizer is not None:
+            if (
+                state["stage"] is OptState.UNSCALED
+                and state["found_inf_per_device"]
+                and optimizer is not None
+            ):
                 state.setdefault("versions", _versions(optimizer))
 
     @_disable_dynamo  # torch.compile breaks the graph here
@@ -217,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
         if unscales and args and callable(args[0]):
             raise RuntimeError(NO_CLOSURE)  # gradients of a closure carry no scale
         state = self._join(optimizer)
-        if "versions" in state and state["versions"] != _versions(optimizer):
+        if "versions" in state and _has_changed(state["versions"], _versions(optimizer)):
             raise RuntimeError(
                 "GradScaler.step: a gradient was changed after unscale_() and a later scale(), so "
                 "it may carry the scale again. Call optimizer.zero_grad() and scaler.update(), "
@@ -402,8 +402,9 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return False
         if optimizer is not None:
-            state = self._last_state_of.get(id(optimizer), {})
-            if _optimizer_of(state) is not _inside(optimizer):
+            inside = _inside(optimizer)
+            state = self._last_state_of.get(id(inside), {})
+            if _optimizer_of(state) is not inside:
                 return None
             found = any(flag.item() != 0 for flag in state["found_inf_per_device"].values())
             return found or _was_withheld(state, wait=True)
@@ -539,3 +540,8 @@ def _versions(optimizer: Any) -> list[Any]:
     """Returns what changes when a gradient of an optimizer is written or replaced."""
     grads = [param.grad for param in params_of(optimizer)]
     return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+def _has_changed(before: list[Any], now: list[Any]) -> bool:
+    """Returns True if a gradient was written, replaced or added since; one may have been dropped."""
+    return any(new not in (old, None) for old, new in itertools.zip_longest(before, now))

@@ -275,7 +275,7 @@ class Loops(RuleBasedStateMachine):
         else:
             scalers.assert_same_error(error, error_of(lambda: scalers.twin.unscale_(sides.twin)))
         if error is None:
-            sides.unscaled, sides.noted = {pair for _, pair in sides.with_grads()}, None
+            sides.noted = None
         for _, pair in sides.with_grads():
             expected = pair.twin.grad
             assert_near(pair.mine.grad, expected, expected.abs(), "unscale_", pair.mine.dtype)
@@ -409,7 +409,7 @@ class Loops(RuleBasedStateMachine):
             sides.handle.zero_grad()  # they are used up
             sides.twin.zero_grad()
             if scaled:
-                scalers.end_invalidated(sides)
+                scalers.end_interrupted()
         self.did(f"interrupted_step {where} {result}")
 
     @precondition(lambda self: "interrupts" not in self.without)
@@ -426,7 +426,7 @@ class Loops(RuleBasedStateMachine):
             return  # torch's scaler would take the next gradients for unscaled
         dense, before = pair.mine.grad, pair.mine.detach().clone()
         pair.mine.grad = dense.to_sparse()
-        call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.handle)
+        call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.mine)
         self.differs("`differentiable=True`, sparse or complex gradients")
         assert isinstance(error_of(call), Exception)
         if scalers is not None and scalers.enabled and scalers.mine._per_optimizer_states:

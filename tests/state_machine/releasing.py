@@ -156,7 +156,7 @@ class Releasing(Watching):
         before = 0
         if scalers.mine.stats(wait=True) is not None:
             before = scalers.mine.stats(wait=True).skipped_tensors
-        scalers.mine.step(sides.handle)
+        scalers.mine.step(sides.mine)
         for pair, grad in totals.items():
             pair.twin.grad = doubled(grad)
         scalers.twin.unscale_(sides.twin)

@@ -192,7 +192,6 @@ class Sides:
         pairs: Parameters by group.
         handle: What a user has of our optimizer: it, or an object that delegates to it.
         scaler: Number of the scaler that it is used with.
-        unscaled: The parameters that had a gradient at the last ``unscale_``.
         noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
         scaled: The gradients that the last step with a scale took, as :func:`placed` tells them.
         released_by: The scaler with which gradients are released, if they are; None without one.
@@ -204,7 +203,6 @@ class Sides:
     ) -> None:
         self.name, self.options = ROWS[row]
         self.own, self.scaler, self.wrap = own, scaler, wrap
-        self.unscaled: set[Pair] = set()
         self.noted: dict[Pair, Any] | None = None
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()
@@ -428,19 +426,10 @@ class Scalers:
                 scaler.update(1024.0)
         return True
 
-    def end_invalidated(self, sides: Sides) -> None:
-        """Updates after a step that has written and raised: ours needs no look for that."""
-        if self.enabled and self.kind != "torch":
-            for call in (self.mine.unscale_, self.mine.step):
-                assert "was interrupted and may" in str(error_of(lambda c=call: c(sides.handle)))
-        has_scan = any(state["found_inf_per_device"] for state in self.states())
-        if has_scan or self.kind == "torch":
-            if not self.update(None):
-                self.update(self.twin.get_scale())
-            return
-        self.mine.update()
-        if self.enabled:
-            self.twin._per_optimizer_states.clear()
+    def end_interrupted(self) -> None:
+        """Updates after a step that has written and raised."""
+        if not self.update(None):
+            self.update(self.twin.get_scale())
 
     def assert_as_known(self) -> None:
         assert self.mine.state_dict() == self.twin.state_dict()

@@ -185,8 +185,8 @@ class Step:
         try:
             if plan.scalers is None:
                 return error_of(sides.handle.step)
-            handle = WithCopiedFlag(sides.mine) if plan.wrapped else sides.handle
-            return error_of(lambda: plan.scalers.mine.step(handle))
+            stepped = WithCopiedFlag(sides.mine) if plan.wrapped else sides.mine
+            return error_of(lambda: plan.scalers.mine.step(stepped))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -209,7 +209,7 @@ class Step:
             scalers.knows(sides)
             return ValueError("Attempting to unscale FP16 gradients.")
         scalers.twin.unscale_(sides.twin)
-        sides.unscaled, sides.noted = {pair for _, pair in self.with_grads}, None
+        sides.noted = None
         for _, pair in self.with_grads:
             expected = pair.twin.grad
             assert_near(pair.mine.grad, expected, expected.abs(), "unscaled", pair.mine.dtype)
@@ -231,10 +231,7 @@ class Step:
             if may_step and (stage is READY or not scalers.flags_of(sides)):
                 self.differs("a step of an optimizer without gradients")
                 scalers.knows(sides)["found_inf_per_device"] = {}
-                counts = error is None or (
-                    self.plan.interrupted == "after" and scalers.kind != "torch"
-                )
-                scalers.knows(sides)["stage"] = STEPPED if counts else stage
+                scalers.knows(sides)["stage"] = STEPPED if error is None else stage
                 return error
         sees_late = scalers is not None and scalers.kind != "torch" and scalers.flags_of(sides)
         if sees_late and self.has_late_grads():
@@ -262,18 +259,15 @@ class Step:
         return expected
 
     def has_late_grads(self) -> bool:
-        """Returns whether a gradient came after unscale_ and before this step.
+        """Returns whether a gradient came, or was written, after unscale_ and a later loss.
 
-        Or was written after another loss was scaled: our side can't tell who wrote it.
+        Our side can't tell who wrote it.
         """
         state = None if self.scalers is None else self.scalers.state_of(self.sides)
-        if state is None or state["stage"] is not UNSCALED:
+        noted = self.sides.noted
+        if state is None or state["stage"] is not UNSCALED or noted is None:
             return False
-        unscaled, noted = self.sides.unscaled, self.sides.noted
-        return any(
-            pair not in unscaled or (noted is not None and noted.get(pair) != self.grads_then[pair])
-            for _, pair in self.with_grads
-        )
+        return any(noted.get(pair) != self.grads_then[pair] for _, pair in self.with_grads)
 
     def _sees_late_overflow(self) -> bool:
         """Returns whether gradients became inf or NaN after the scaler's look, and ours sees it."""
