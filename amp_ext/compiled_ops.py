@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -51,18 +50,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'amp_ext.compiled_ops' has no attribute {name!r}")
 
 
-def named_arguments(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Returns a function with the signature of ``function`` that returns its arguments as a dict.
+def arguments_of(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Returns a function that returns the arguments of a right call by their names."""
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
 
-    A wrong call raises Python's own TypeError, with the name of the function in it.
-    """
-    signature = inspect.signature(function)
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    head = inspect.Signature(bare)
-    body = ", ".join(f"{parameter.name!r}: {parameter.name}" for parameter in bare)
-    namespace: dict[str, Any] = {"inf": math.inf}  # a default value in some signatures
-    exec(f"def {function.__name__}{head}: return {{{body}}}", namespace)
-    return namespace[function.__name__]
+    def by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+    return by_name
 
 
 def operation(
@@ -84,18 +81,18 @@ def operation(
         signature = inspect.signature(function)
         types = {p.name: p.annotation for p in signature.parameters.values()}
         types = {argument: type_ for argument, type_ in types.items() if argument not in without}
-        by_name = named_arguments(function)
+        by_name = arguments_of(function)
 
         def refusal(count: int, names: tuple[str, ...]) -> str:
-            """Returns the message of Python's TypeError for these arguments, or "" if they fit."""
+            """Returns the message of a TypeError for these arguments, or "" if they fit."""
             try:
-                by_name(*range(count), **dict.fromkeys(names))
+                signature.bind(*range(count), **dict.fromkeys(names))
             except TypeError as error:
-                return str(error)
+                return f"{function.__name__}() {error}"
             return ""
 
-        # Dynamo calls this function instead of tracing it, so that a wrong call raises Python's
-        # error. `torch.compiler.assume_constant_result` would import dynamo, which takes a second.
+        # Dynamo calls this function instead of tracing it, so that a wrong call raises a TypeError.
+        # `torch.compiler.assume_constant_result` would import dynamo, which takes a second.
         refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)

@@ -69,7 +69,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.binary import load_binary
-from amp_ext.compiled_ops import OPERATORS, named_arguments, operation
+from amp_ext.compiled_ops import OPERATORS, arguments_of, operation
 from amp_ext.plain_numbers import timestep_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def step_operation(function: Function) -> Function:
     parameters = inspect.signature(function).parameters.values()
     lists = [p.name for p in parameters if p.annotation.startswith("Sequence[Tensor]")]
     lists.remove("exponents")  # the operator does not have this argument
-    by_name = named_arguments(function)
+    by_name = arguments_of(function)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
