@@ -374,8 +374,8 @@ class GradientRelease:
         if operation == "unscale_":
             raise RuntimeError(
                 "GradScaler.unscale_ needs all gradients at once, but this optimizer releases them "
-                "during backward(). Call remove() of the release first. If you step a wrapper, pass "
-                "the optimizer itself to scaler.step()."
+                "during backward(). Call remove() of the release first. If you step a wrapper, "
+                "pass the optimizer itself to scaler.step()."
             )
 
     # Checks.

@@ -543,5 +543,5 @@ def _versions(optimizer: Any) -> list[Any]:
 
 
 def _has_changed(before: list[Any], now: list[Any]) -> bool:
-    """Returns True if a gradient was written, replaced or added since; one may have been dropped."""
+    """Returns True if a gradient was written, replaced or added since, not only dropped."""
     return any(new not in (old, None) for old, new in itertools.zip_longest(before, now))
