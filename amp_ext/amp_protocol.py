@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GradScan", "sum_of_flags", "to_device"]
+__all__ = ["ScanResult", "sum_of_flags", "to_device"]
 
 #: The error of torch's scaler and ours for a ``step`` without a scan.
 NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
@@ -22,7 +22,7 @@ NO_CLOSURE = "Closure use is not currently supported if GradScaler is enabled."
 
 
 @dataclass(slots=True)
-class GradScan:
+class ScanResult:
     """The result of one scan of all gradients of an optimizer for inf and NaN.
 
     Attributes:

@@ -18,7 +18,7 @@ from amp_ext import ops
 from amp_ext.amp_protocol import (
     NO_CLOSURE,
     NOTHING_WAS_SCANNED,
-    GradScan,
+    ScanResult,
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
@@ -426,7 +426,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(
-        self, grad_scale: Tensor | None, found_inf: Tensor | None, scan: GradScan | None
+        self, grad_scale: Tensor | None, found_inf: Tensor | None, scan: ScanResult | None
     ) -> None:
         """Updates all parameters that have a gradient."""
         stepper = self._stepper
@@ -578,7 +578,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What a scaler calls.
 
-    def scan_gradients(self, grad_scale: Tensor | None = None) -> GradScan:
+    def scan_gradients(self, grad_scale: Tensor | None = None) -> ScanResult:
         """Finds inf and NaN in all gradients, and keeps the result until the next step.
 
         If parameters are sharded, all ranks have to call this together.
@@ -592,7 +592,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             sharded, the gradients of all ranks count.
         """
         release = self.gradient_release
-        scan: GradScan = self._scan(None, grad_scale) if release is None else release.scan()
+        scan: ScanResult = self._scan(None, grad_scale) if release is None else release.scan()
         self._stepper.last_scan = scan
         return scan
 
@@ -621,14 +621,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.gradient_release is not None:
             self.gradient_release.give_up()
 
-    def _scan(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> GradScan:
+    def _scan(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> ScanResult:
         if self._stepper.averages_are_in:
             self.check_weights_are_in(f"{type(self).__name__}.scan_gradients")
         return self._stepper.scan_all(self, found_inf, grad_scale)
 
     def _scan_again(
         self, found_inf: Tensor | None, grad_scale: Tensor | None
-    ) -> tuple[GradScan, Tensor | None]:
+    ) -> tuple[ScanResult, Tensor | None]:
         """Returns a scan for the step, and ``found_inf`` with its flags if there is a scaler."""
         scan = self._scan(found_inf, grad_scale)
         # Ranks have agreed on found_inf, and one rank alone must not change it.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parameter import is_lazy
 
-from amp_ext.amp_protocol import GradScan, to_device
+from amp_ext.amp_protocol import ScanResult, to_device
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
@@ -289,7 +289,7 @@ class GradientRelease:
     # The optimizer and the scaler call the methods below.
 
     @outside_inference_mode()
-    def scan(self) -> GradScan:
+    def scan(self) -> ScanResult:
         """Steps parameters that still have gradients, and returns what all hooks have found."""
         optimizer = self._owner
         self._end_backward()
@@ -308,9 +308,9 @@ class GradientRelease:
             flags[found_inf.device].append(_on_current_stream(found_inf))
         self._found_infs = []
         found_infs = {device: torch.stack(each).sum() for device, each in flags.items()}
-        return GradScan(found_infs, dict(self._first_nonfinites), counts_tensors=True)
+        return ScanResult(found_infs, dict(self._first_nonfinites), counts_tensors=True)
 
-    def check_step(self, has_scaler: bool, scan: GradScan | None) -> None:
+    def check_step(self, has_scaler: bool, scan: ScanResult | None) -> None:
         """Refuses a step of another scaler, and one without the scaler of the release."""
         if self._scaler is None and has_scaler:
             raise RuntimeError(f"{self._name}.step: {_WRONG_SCALER}")
@@ -322,7 +322,7 @@ class GradientRelease:
             )
 
     @outside_inference_mode()
-    def step(self, scan: GradScan | None) -> None:
+    def step(self, scan: ScanResult | None) -> None:
         """Completes the iteration in ``optimizer.step()``: steps late gradients, and reports."""
         optimizer = self._owner
         scan = self.scan() if scan is None else scan

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_ext import ops
-from amp_ext.amp_protocol import GradScan, to_device
+from amp_ext.amp_protocol import ScanResult, to_device
 from amp_ext.nonfinite import params_of
 from amp_ext.optim.formats import fits_blocks
 from amp_ext.optim.norm_guard import NormGuard
@@ -128,7 +128,7 @@ class Stepper:
         self.name = optimizer
         self.compiled: ops.Stepper = ops.Stepper(optimizer, hyperparameters)
         #: The scan for the next step of a scaler.
-        self.last_scan: GradScan | None = None
+        self.last_scan: ScanResult | None = None
         #: The guard of the optimizer, and earlier ones, which captured CUDA graphs still use.
         self.norm_guard: NormGuard | None = None
         self.earlier_guards: list[NormGuard] = []
@@ -253,7 +253,7 @@ class Stepper:
 
     def scan_all(
         self, optimizer: FusedOptimizer, found_inf: Tensor | None, grad_scale: Tensor | None
-    ) -> GradScan:
+    ) -> ScanResult:
         """Scans all gradients, and combines the result over the ranks of shards and of a guard.
 
         Args:
@@ -269,7 +269,7 @@ class Stepper:
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
         if not sharded_over and not has_guard:
-            return GradScan(flags, first_nonfinites)
+            return ScanResult(flags, first_nonfinites)
         group = self.ranks_of_guard()
         if sharded_over and group is not None:
             raise RuntimeError(
@@ -298,7 +298,7 @@ class Stepper:
             # sum, and multiplies the result by the square of its own scale.
             square = 1.0 if grad_scale is None else grad_scale.to(sum_of_squares).square()
             sum_of_squares = sum_over_ranks(sum_of_squares / square, group) * square
-        return GradScan(flags, first_nonfinites, sum_of_squares)
+        return ScanResult(flags, first_nonfinites, sum_of_squares)
 
     def forget_scan(self) -> None:
         """Forgets the last scan, so that no later step uses it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from amp_ext.amp_protocol import NO_CLOSURE, GradScan, sum_of_flags
+from amp_ext.amp_protocol import NO_CLOSURE, ScanResult, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.ops import binary
@@ -307,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
         if sharded_over:
             flags, _ = sharded_over.all_reduce(found_inf, flags.values())
         state = self._per_optimizer_states[id(optimizer)]
-        state["scan"] = GradScan(flags, {first.device: first for _, first in found})
+        state["scan"] = ScanResult(flags, {first.device: first for _, first in found})
         if inv_scale is not None:
             state["unscaled"] = {id(grad) for grad in grads if grad is not None}
         return self._flags_of_all_ranks(flags)

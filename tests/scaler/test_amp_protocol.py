@@ -198,7 +198,7 @@ def test_gradients_are_looked_at_again_only_after_a_hook_before_the_step(hook, m
     optimizer, scaler, scans = filled(4.0, make=plain_sgd), ready(), []
     scan = amp_ext.optim.SGD._scan
 
-    def counted(*arguments: Any) -> amp_protocol.GradScan:
+    def counted(*arguments: Any) -> amp_protocol.ScanResult:
         scans.append(scan(*arguments))
         return scans[-1]
 
