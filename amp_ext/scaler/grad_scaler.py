@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import logging
 import math
@@ -227,14 +229,14 @@ class GradScaler(torch.amp.GradScaler):
             # torch sets the scale and the flag on the wrapper, where the optimizers inside do not
             # see them. So the gradients are unscaled before the step.
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        elif unscales and hasattr(optimizer, "scan_gradients"):
+        elif unscales and not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step)):
             return self._step_with_scale(optimizer, state, *args, **kwargs)
         return super().step(optimizer, *args, **kwargs)
 
     def _step_with_scale(
         self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps an optimizer of amp_ext as torch does, but without inspecting its signature."""
+        """Steps an optimizer that unscales inside its step, as torch does."""
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if self._reduces_over() is not None:
@@ -487,6 +489,12 @@ class GradScaler(torch.amp.GradScaler):
 _UNSCALE_GRADS = (
     GradScaler._unscale_grads_
 )  # to notice an override, also one patched into the class
+
+
+@functools.lru_cache(maxsize=32)  # inspecting a signature takes longer than a small step
+def _takes_scaler(step: Any) -> bool:
+    """Returns True if a ``step`` has an argument for the scaler, an older way of torch."""
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def _has_own_flag(optimizer: Any) -> bool:
