@@ -38,9 +38,6 @@ class HostCopy:
             self.local = local.data
             self.tensor = _sharded_as(param, self.local)
         self.group = 0  # index of the group that has the parameter
-        #: The first storage of the parameter. Views of one storage have one version counter, and
-        #: keep it when their ``data`` is replaced.
-        self.first_storage = StorageWeakRef(local_tensor(param).untyped_storage())
         self._seen: tuple[StorageWeakRef, int, int, int] | None = None
 
     def fits(self, param: Tensor) -> bool:

@@ -542,9 +542,9 @@ class OffloadedStates:
         self._settle()
         known = [each for each in stepped if each in self._hosts and self._hosts[each].is_known]
         for param in [param for param in known if self._hosts[param].writes(param)]:
-            writes, storage = self._hosts[param].writes(param), self._hosts[param].first_storage
-            # Parameters that are views of one tensor may share a version, which each hook counts.
-            beside = sum(self._hosts[each].first_storage == storage for each in known) - 1
+            writes, counter = self._hosts[param].writes(param), _version_counter_of(param)
+            # Views of one tensor share a version, which the hook of each of them increases.
+            beside = sum(_version_counter_of(each) == counter for each in known) - 1
             if not 0 <= writes <= beside:
                 self._hosts[param].forget()
                 raise RuntimeError(
@@ -666,6 +666,10 @@ def _inner_of(optimizer: FusedOptimizer) -> FusedOptimizer:
 def _on_host(scalar: Any) -> Any:
     """Returns a copy of a small tensor in host memory, after the work of the device; or None."""
     return None if scalar is None else scalar.detach().to("cpu", copy=True)
+
+
+def _version_counter_of(param: Tensor) -> int:
+    return int(ops.binary.version_counter_of(local_tensor(param)))
 
 
 def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:

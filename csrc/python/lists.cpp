@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "ops/step.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
+#include "tensors/tensor_memory.h"
 
 namespace amp_ext::python {
 
@@ -187,6 +189,12 @@ void define_lists(py::module_& module) {
   module.def("average_params_", &average_params_, release_gil(), py::arg("averages"),
              py::arg("params"), py::arg("weight"), py::arg("number"), py::arg("residuals"),
              py::arg("global_offsets"));
+  module.def(
+      "version_counter_of",
+      [](const at::Tensor& tensor) {
+        return reinterpret_cast<uintptr_t>(version_counter_of(tensor));
+      },
+      py::arg("tensor"));
   module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),
              py::arg("low_bits"));
   module.def("join_fp32", &join_fp32, release_gil(), py::arg("param"), py::arg("residual"));

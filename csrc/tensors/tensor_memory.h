@@ -7,6 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -83,6 +84,15 @@ inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype
 inline int64_t version_of(const at::Tensor& tensor) {
   if (tensor.is_inference()) return 0;
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+// Returns the address of a tensor's version counter, which views of one tensor share.
+inline const void* version_counter_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  const void* counter = nullptr;
+  static_assert(sizeof version == sizeof counter, "c10 has no comparison of counters");
+  std::memcpy(&counter, &version, sizeof counter);
+  return counter;
 }
 
 // Tells autograd that a tensor was written, so that a backward pass that saved it earlier throws.

@@ -1159,11 +1159,14 @@ def test_parameter_written_before_its_copy_is_refused(is_stepped: bool) -> None:
         optimizers[0].step()
 
 
-def test_views_of_one_tensor_may_get_new_data_between_released_iterations() -> None:
+@pytest.mark.parametrize("replaced_before", [False, True])
+def test_views_of_one_tensor_may_get_new_data_between_released_iterations(replaced_before) -> None:
     """They have one version counter, which each of their steps increases."""
     buffer = torch.ones(8, dtype=BF16)
     params = [nn.Parameter(buffer[:4]), nn.Parameter(buffer[4:])]
     optimizer = AdamW(params, lr=0.5)
+    if replaced_before:
+        params[0].data = torch.ones(4, dtype=BF16)
     offloaded(optimizer)
     release_gradients(optimizer)
     for step in range(3):
