@@ -38,9 +38,7 @@ class StepMetrics:
         tensors = {name: value for name, value in vars(self).items() if value is not None}
         device = self.loss.device
         numbers = torch.stack([value.to(device, torch.float64) for value in tensors.values()])
-        found = dict(zip(tensors, numbers.tolist(), strict=True))
+        found = zip(tensors, numbers.tolist(), strict=True)
         kinds = {"skipped": bool, "n_averaged": int}
-        return {
-            name: kinds.get(name, float)(found[name]) if name in found else None
-            for name in vars(self)
-        }
+        read = {name: kinds.get(name, float)(number) for name, number in found}
+        return dict.fromkeys(vars(self)) | read
