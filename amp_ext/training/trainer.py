@@ -18,7 +18,7 @@ from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import drop_iteration, params_of
-from amp_ext.optim.checkpoints import keys_in_order
+from amp_ext.optim.checkpoints import keys_in_order, read_state_dict
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.weight_average import WeightAverage
@@ -26,7 +26,7 @@ from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
-from amp_ext.training.checkpoint_file import random_state, set_random_state, write_checkpoint
+from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.loss import loss_in
 from amp_ext.training.metrics import StepMetrics
@@ -391,13 +391,17 @@ class MixedPrecisionTrainer:
         # Schedulers that compute with numpy leave its numbers in their states and in the groups.
         return with_plain_numbers(state)
 
+    @outside_inference_mode()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the state of :meth:`state_dict`. Load the model first, or use :meth:`load`.
 
         The state may come from another precision: if this trainer has no scaler, a saved one is
         ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
-        state, a norm guard keeps its statistics and an average restarts. After an error, nothing
-        has changed. After an interrupt (Ctrl-C), load again.
+        state, a norm guard keeps its statistics and an average restarts.
+
+        Everything is checked first, and after an error nothing has changed. An exception is a
+        scheduler whose own ``load_state_dict`` raises an error: the trainer may be partly loaded
+        then, as after an interrupt (Ctrl-C), so load another state.
 
         Args:
             state_dict: The result of ``state_dict()``.
@@ -407,7 +411,7 @@ class MixedPrecisionTrainer:
             ValueError: If the number of schedulers differs, or the accumulated batches do not fit
                 this trainer.
         """
-        self._load("MixedPrecisionTrainer.load_state_dict", state_dict)
+        self._load(state_dict)
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Writes a checkpoint file from which :meth:`load` resumes with bit-identical results.
@@ -432,25 +436,33 @@ class MixedPrecisionTrainer:
                 with ``weights_only=True``, or if the path is a folder, device, pipe or socket.
             OSError: If the file can't be written. The old file is still there after any error.
         """
-        self._check_not_sharded("MixedPrecisionTrainer.save")
         model = self.model.state_dict()
+        for name, part in {**model, **dict(self.model.named_modules())}.items():
+            if is_dtensor(part) or type(part).__name__ == "FullyShardedDataParallel":
+                raise ValueError(
+                    f"MixedPrecisionTrainer.save: {name or type(part).__name__!r} is sharded over "
+                    "ranks. Use torch.distributed.checkpoint for the model and the optimizer."
+                )
         metadata = getattr(model, "_metadata", {})  # the versions of the modules
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         content = {
             "model": dict(model),
             "model_metadata": {name: dict(each) for name, each in metadata.items()},
             "trainer": self.state_dict(),
-            "random": random_state(),
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
             "extra": extra,
         }
         write_checkpoint(content, path)
 
+    @outside_inference_mode()
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
 
-        After an error, the model, the optimizer and the generators are as before; for this, the
-        call holds a copy of the model. After an interrupt (Ctrl-C), load again. Reads with
-        ``weights_only=True``. The file may come from another precision or device. Generators of
-        missing GPUs are skipped.
+        Reads with ``weights_only=True``. The file may come from another precision or device.
+        Generators of missing GPUs are skipped. If a part of the trainer does not fit, nothing has
+        changed after the error, as in :meth:`load_state_dict`. If the model or a scheduler refuses
+        its state, the trainer may be partly loaded: load another checkpoint then, as after an
+        interrupt (Ctrl-C).
 
         Args:
             path: Path of the file.
@@ -460,98 +472,79 @@ class MixedPrecisionTrainer:
 
         Raises:
             KeyError: If an entry is missing.
-            ValueError: If parameters are sharded over ranks, or :meth:`load_state_dict` raises it.
+            ValueError: If :meth:`load_state_dict` raises it.
             RuntimeError: If the model's parameters have other names or shapes.
             OSError: If the file does not exist or can't be read.
         """
-        operation = "MixedPrecisionTrainer.load"
-        self._check_not_sharded(operation)
-        with outside_inference_mode():
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
         missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
         if missing:
             raise KeyError(
-                f"{operation}: the file lacks {missing} and has {list(content)[:8]}. Load a file "
-                "that MixedPrecisionTrainer.save() wrote."
+                f"MixedPrecisionTrainer.load: the file lacks {missing} and has "
+                f"{list(content)[:8]}. Load a file that MixedPrecisionTrainer.save() wrote."
             )
-        model: Any = content["model"]
-        if "model_metadata" in content:  # files of earlier releases lack it
-            model = OrderedDict(model)
-            model._metadata = content["model_metadata"]
-        self._load(operation, content["trainer"], model, content["random"])
+        model: Any = OrderedDict(content["model"])
+        # Files of earlier releases have the versions of the modules in the state dict.
+        of_dict = getattr(content["model"], "_metadata", {})
+        model._metadata = content.get("model_metadata", of_dict)
+        random = content["random"]
+        torch.Generator().set_state(random["cpu"])  # raises if the state does not fit
+        cuda = zip(range(torch.cuda.device_count()), random["cuda"], strict=False)
+        self._load(content["trainer"], model)
+        torch.set_rng_state(random["cpu"])
+        for device, state in cuda:
+            torch.cuda.set_rng_state(state, device)
         return content["extra"]
 
-    @outside_inference_mode()
-    def _load(
-        self,
-        operation: str,
-        state: Mapping[str, Any],
-        model: Mapping[str, Any] | None = None,
-        random: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Loads a state dict, and the states of the model and the generators if given."""
-        names = ("optimizer", "scaler", "scheduler", "gradient_accumulation_steps")
-        missing = [name for name in (*names, "accumulated", "gradients") if name not in state]
-        if missing:
-            raise KeyError(f"{operation}: state_dict must have {missing}, got {list(state)}")
+    def _load(self, state: Mapping[str, Any], model: Any = None) -> None:
+        """Loads a state dict, and before it the state of the model if one is given.
+
+        First checks everything that can be checked without a change.
+        """
+        average, guard = self.average, self._guard()
+        saved_average = state.get("average")
+        saved_scaler = None if self.scaler is None else state["scaler"]
+        saved_guard = None if guard is None else state.get("norm_guard")
         schedulers = _listed(self.scheduler)
         # Copied because SequentialLR.load_state_dict removes their _schedulers.
         schedules = _listed(copy.deepcopy(state["scheduler"]))
-        if len(schedulers) != len(schedules):
+        kinds = [type(each) for each in schedules]
+        if kinds != [type(each.state_dict()) for each in schedulers]:
             raise ValueError(
-                f"{operation}: state_dict must have the states of {len(schedulers)} schedulers, "
-                f"got {len(schedules)}"
+                "MixedPrecisionTrainer.load_state_dict: state_dict must have the states of "
+                f"{len(schedulers)} schedulers, got {[each.__name__ for each in kinds]}"
             )
-        gradients = self._saved_gradients(operation, state) if state["accumulated"] else []
+        gradients = self._saved_gradients(state) if state["accumulated"] else []
         loss = state.get("loss")  # files of earlier releases lack it
         loss = self._no_loss if loss is None else loss.to(self._device, copy=True)
-        scaler: Any = self.scaler
-        guard: Any = self._guard()
-        scaler_state = None if scaler is None else state["scaler"]
-        guard_state = None if guard is None else state.get("norm_guard")
-        # A new scaler and a copy of the guard check their states, which are loaded last.
-        if scaler_state is not None:
-            GradScaler(self._device.type).load_state_dict(scaler_state)
-        if guard_state is not None:
-            copy.copy(guard).load_state_dict(guard_state)
-        # Modules and schedulers write while they check, so an error restores their old states. The
-        # average comes last, since it changes nothing if it raises.
-        old_model: Any = OrderedDict() if model is None else copy.copy(self.model.state_dict())
-        for name, value in old_model.items():
-            is_tensor = isinstance(value, Tensor)  # deepcopy refuses those in CSR layouts
-            old_model[name] = value.detach().clone() if is_tensor else copy.deepcopy(value)
-        old_random, old_optimizer = random_state(), self.optimizer.__getstate__()
-        old_schedules = [dict(each.state_dict()) for each in schedulers]
-        try:
-            if model is not None and random is not None:
-                set_random_state(random)
-                self.model.load_state_dict(model)
-            self.optimizer.load_state_dict(state["optimizer"])
-            for scheduler, schedule in zip(schedulers, schedules, strict=True):
-                scheduler.load_state_dict(schedule)
-            if self.average is not None and state.get("average") is not None:
-                self.average.load_state_dict(state["average"])
-            elif self.average is not None:
-                self.average.restart()
-        except Exception:
-            if model is not None:
-                set_random_state(old_random)
-                self.model.load_state_dict(old_model)
-            self.optimizer.__setstate__(old_optimizer)
-            for scheduler, schedule in zip(schedulers, old_schedules, strict=True):
-                scheduler.load_state_dict(schedule)
-            raise
-        if scaler_state is not None:
-            scaler.load_state_dict(scaler_state)
-            scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
-        if guard_state is not None:
-            guard.load_state_dict(guard_state)
+        if saved_scaler is not None:
+            GradScaler(self._device.type).load_state_dict(saved_scaler)
+        if saved_guard is not None:
+            copy.copy(guard).load_state_dict(saved_guard)
+        if self._fused is not None:
+            read_state_dict(self._fused, state["optimizer"])
+        # An average changes nothing if its state does not fit, and so do torch's optimizers, to
+        # which an average can't belong.
+        if average is not None and saved_average is not None:
+            average.load_state_dict(saved_average)
+        if model is not None:
+            self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if average is not None and saved_average is None:
+            average.restart()
+        for scheduler, schedule in zip(schedulers, schedules, strict=True):
+            scheduler.load_state_dict(schedule)
+        if self.scaler is not None and saved_scaler is not None:
+            self.scaler.load_state_dict(saved_scaler)
+            self.scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
+        if saved_guard is not None:
+            guard.load_state_dict(saved_guard)
         for param, grad in zip(params_of(self.optimizer), gradients, strict=False):
             param.grad = grad
         self._accumulated, self._loss = state["accumulated"], loss
         self._scheduler_is_due = False
 
-    def _saved_gradients(self, operation: str, state: Mapping[str, Any]) -> list[Tensor | None]:
+    def _saved_gradients(self, state: Mapping[str, Any]) -> list[Tensor | None]:
         """Returns copies of the gradients in a state dict, in the order of the parameters."""
         params, gradients = params_of(self.optimizer), state["gradients"]
         if self._fused is not None:
@@ -561,11 +554,10 @@ class MixedPrecisionTrainer:
         wanted = (self.config.gradient_accumulation_steps, self.scaler is not None, len(params))
         got = (state["gradient_accumulation_steps"], state["scaler"] is not None, len(gradients))
         if wanted != got:
-            words = "{} batches a step, a scaler: {}, {} parameters".format
             raise ValueError(
-                f"{operation}: the file was saved while gradients accumulated ({words(*got)}), "
-                f"which do not fit this trainer ({words(*wanted)}). Call flush() before save(), or "
-                "construct the trainer as it was saved."
+                "MixedPrecisionTrainer.load_state_dict: the file was saved while gradients "
+                "accumulated, so gradient_accumulation_steps, whether there is a scaler, and the "
+                f"number of parameters must be {got}, got {wanted}. Call flush() before save()."
             )
         copies = []
         for param, grad in zip(params, gradients, strict=True):
@@ -573,16 +565,6 @@ class MixedPrecisionTrainer:
             param.detach().requires_grad_().grad = copied  # raises if its shape or dtype differs
             copies.append(copied)
         return copies
-
-    def _check_not_sharded(self, operation: str) -> None:
-        """Raises ValueError if parameters of the model are sharded over ranks."""
-        parts = {**self.model.state_dict(), **dict(self.model.named_modules())}
-        for name, part in parts.items():
-            if is_dtensor(part) or type(part).__name__ == "FullyShardedDataParallel":
-                raise ValueError(
-                    f"{operation}: {name or type(part).__name__!r} is sharded over ranks. Use "
-                    "torch.distributed.checkpoint for the model and the optimizer."
-                )
 
 
 def _listed(value: Any) -> list[Any]:
