@@ -1,9 +1,14 @@
 """Trains models in mixed precision with one call per batch, and helps to choose a precision."""
 
-from amp_ext.training.benchmark import PrecisionBenchmark, PrecisionTiming, benchmark_precision
 from amp_ext.training.config import MixedPrecisionConfig
 from amp_ext.training.metrics import StepMetrics
-from amp_ext.training.precision import PrecisionChoice, choose_precision
+from amp_ext.training.precision import (
+    PrecisionBenchmark,
+    PrecisionChoice,
+    PrecisionTiming,
+    benchmark_precision,
+    choose_precision,
+)
 from amp_ext.training.scaler import create_fp16_grad_scaler
 from amp_ext.training.trainer import MixedPrecisionTrainer
 
