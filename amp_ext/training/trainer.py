@@ -178,18 +178,12 @@ class MixedPrecisionTrainer:
             param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
         )
         self._accumulated = 0
-        self._scheduler_is_due = False
+        # Whether the last step was skipped; None once the scheduler knows.
+        self._last_skipped: Tensor | bool | None = None
         # Metrics of a training without a scaler, and the loss before the first batch.
         self._no_scale = torch.ones((), device=self._device)
         self._not_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
         self._loss = self._no_loss = torch.full((), torch.nan, device=self._device)
-
-    def __repr__(self) -> str:
-        """Returns the classes of the parts, the precision and the number of accumulated batches."""
-        parts = (self.model, self.optimizer, self.scheduler, self.scaler)
-        classes = ", ".join(type(part).__name__ for part in parts if part is not None)
-        batches = f"{self._accumulated} of {self.config.gradient_accumulation_steps} batches"
-        return f"{type(self).__name__}({classes}; {self.config.precision}, {batches} accumulated)"
 
     # Training.
 
@@ -197,8 +191,9 @@ class MixedPrecisionTrainer:
         """Trains on a batch; steps the optimizer once enough batches have accumulated.
 
         If the forward pass raises, the batch does not count. If the backward pass or the step
-        raises, the accumulated gradients are discarded, and the next call starts a new step. After
-        an interrupt within the step, the scale and the scheduler may not have been updated.
+        raises, the accumulated batches are discarded, and the next call starts a new step, without
+        their gradients. After an interrupt within the step, the scale and the scheduler may not
+        have been updated.
 
         Args:
             inputs: Arguments of the model: positional arguments as a tuple or list, keyword
@@ -219,22 +214,21 @@ class MixedPrecisionTrainer:
                 f"train_step: targets must be None without a loss_function, got {type(targets)}"
             )
         if self._accumulated == 0:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.discard()  # the last gradients, and all that is left of a call that raised
         loss = self._compute_loss(inputs, targets)
         batches = self.config.gradient_accumulation_steps
         share = loss / batches if batches > 1 else loss
-        try:
-            if self._fused is not None and self._fused.gradient_release is not None:
-                self.finish_scheduler_step()  # backward() steps the parameters
-            (share if self.scaler is None else self.scaler.scale(share)).backward()
-            self._accumulated += 1
-            self._loss = loss.detach()
-            if self._accumulated < batches:
-                return StepMetrics(self._loss, self._loss_scale())
+        # 0 until backward() and the step have ended, so that the next call starts anew if they
+        # raise, also KeyboardInterrupt, after which a notebook may continue.
+        accumulated, self._accumulated = self._accumulated + 1, 0
+        if self._fused is not None and self._fused.gradient_release is not None:
+            self.finish_scheduler_step()  # backward() steps the parameters
+        (share if self.scaler is None else self.scaler.scale(share)).backward()
+        self._loss = loss.detach()
+        if accumulated >= batches:
             return self._step()
-        except BaseException:  # includes KeyboardInterrupt, after which a notebook may continue
-            self.discard()
-            raise
+        self._accumulated = accumulated
+        return StepMetrics(self._loss, self._loss_scale())
 
     def flush(self) -> StepMetrics | None:
         """Steps with the batches left over at the end of an epoch, and steps the scheduler.
@@ -246,16 +240,12 @@ class MixedPrecisionTrainer:
             The metrics of the step, with the loss of the last batch; None if no batch was left.
         """
         metrics = None
-        if self._accumulated:
-            correction = self.config.gradient_accumulation_steps / self._accumulated
-            try:
-                for param in params_of(self.optimizer):
-                    if param.grad is not None:
-                        param.grad.mul_(correction)
-                metrics = self._step()
-            except BaseException:
-                self.discard()
-                raise
+        accumulated, self._accumulated = self._accumulated, 0  # as in train_step
+        if accumulated:
+            for param in params_of(self.optimizer):
+                if param.grad is not None:
+                    param.grad.mul_(self.config.gradient_accumulation_steps / accumulated)
+            metrics = self._step()
         self.finish_scheduler_step()
         return metrics
 
@@ -275,15 +265,9 @@ class MixedPrecisionTrainer:
         :meth:`state_dict` call this too. If the scheduler raises an exception, :meth:`state_dict`
         and :meth:`save` only warn, so that no checkpoint is lost.
         """
-        if not self._scheduler_is_due or self.scheduler is None:
-            return
-        guard = self._guard()
-        if self.scaler is not None:
-            is_skipped = self.scaler.last_step_skipped(self.optimizer, wait=True)
-        else:
-            is_skipped = guard is not None and guard.last_step_skipped(wait=True)
-        self._scheduler_is_due = False  # set first, so that an exception is not raised again
-        if not is_skipped:
+        # Set first, so that an exception is not raised again.
+        skipped, self._last_skipped = self._last_skipped, None
+        if self.scheduler is not None and skipped is not None and not skipped:
             for scheduler in _listed(self.scheduler):
                 scheduler.step()
 
@@ -320,10 +304,8 @@ class MixedPrecisionTrainer:
         return value.to(self.config.dtype) if is_cast else value
 
     def _loss_scale(self) -> Tensor:
-        if self.scaler is None:
-            return self._no_scale
-        scale, _ = self.scaler._check_scale_growth_tracker("train_step")
-        return scale.clone()
+        scale: Any = self._no_scale if self.scaler is None else self.scaler._scale
+        return scale.clone()  # because an update writes to it
 
     def _step(self) -> StepMetrics:
         """Clips the gradients, steps the optimizer, and updates the scale and the scheduler."""
@@ -344,9 +326,9 @@ class MixedPrecisionTrainer:
             grad_norm = self._fused.grad_norm.clone()
         if self._guard() is not None and self._fused.step_applied is not None:
             skipped = skipped | to_device(self._fused.step_applied == 0, skipped.device)
-        self._accumulated = 0
-        self._scheduler_is_due = True
-        if self.scaler is None and self._guard() is None:  # no step can be skipped: needs no wait
+        self._last_skipped = skipped
+        if skipped is self._not_skipped:  # no step can be skipped, so nothing needs to wait
+            self._last_skipped = False
             self.finish_scheduler_step()
         averaged = None if self.average is None else self.average.n_averaged.clone()
         return StepMetrics(self._loss, loss_scale, grad_norm, skipped, averaged)
@@ -369,22 +351,16 @@ class MixedPrecisionTrainer:
                 stacklevel=2,
             )
         schedules = [each.state_dict() for each in _listed(self.scheduler)]
+        single = schedules[0] if schedules else None
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "scheduler": schedules
-            if isinstance(self.scheduler, Sequence)
-            else [*schedules, None][0],
+            "scheduler": schedules if isinstance(self.scheduler, Sequence) else single,
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
-            "gradients": [],
-            "loss": None,
+            "gradients": [each.grad for each in params_of(self.optimizer) if self._accumulated],
+            "loss": self._loss if self._accumulated else None,
         }
-        if self._accumulated:
-            state |= {
-                "gradients": [each.grad for each in params_of(self.optimizer)],
-                "loss": self._loss,
-            }
         for name, part in (("norm_guard", self._guard()), ("average", self.average)):
             if part is not None:
                 state[name] = part.state_dict()
@@ -539,10 +515,10 @@ class MixedPrecisionTrainer:
             self.scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
         if saved_guard is not None:
             guard.load_state_dict(saved_guard)
+        self.discard()
         for param, grad in zip(params_of(self.optimizer), gradients, strict=False):
             param.grad = grad
-        self._accumulated, self._loss = state["accumulated"], loss
-        self._scheduler_is_due = False
+        self._accumulated, self._loss, self._last_skipped = state["accumulated"], loss, None
 
     def _saved_gradients(self, state: Mapping[str, Any]) -> list[Tensor | None]:
         """Returns copies of the gradients in a state dict, in the order of the parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import sys
 import types
 from typing import Any
 
@@ -154,33 +155,43 @@ def test_flush_steps_with_the_mean_of_what_is_left(scaled, make):
 # The scheduler.
 
 
-class RecordingScaler(amp_ext.GradScaler):
-    """Notes when it is asked to wait, and when it updates."""
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Notes updates of the scale, and when the trainer reads a tensor, which waits for a GPU."""
+    calls, read, update = [], Tensor.__bool__, amp_ext.GradScaler.update
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.calls: list[str] = []
+    def noting_read(tensor: Tensor) -> bool:
+        if sys._getframe(1).f_globals["__name__"] == "amp_ext.training.trainer":
+            calls.append("wait")
+        return read(tensor)
 
-    def last_step_skipped(self, optimizer: Any = None, *, wait: bool = False) -> bool | None:
-        self.calls.append("wait" if wait else "scan")
-        return super().last_step_skipped(optimizer, wait=wait)
+    def noting_update(scaler: Any) -> None:
+        update(scaler)
+        calls.append("update")
 
-    def update(self, new_scale: Any = None) -> None:
-        super().update(new_scale)
-        self.calls.append("update")
+    monkeypatch.setattr(Tensor, "__bool__", noting_read)
+    monkeypatch.setattr(amp_ext.GradScaler, "update", noting_update)
+    return calls
+
+
+def scaler_or_guard(kind: str) -> dict[str, Any]:
+    is_scaler = kind == "scaler"
+    return {"scaler": amp_ext.GradScaler("cpu", 8.0)} if is_scaler else {"norm_guard": {}}
 
 
 @pytest.mark.parametrize("finish", ["finish_scheduler_step", "flush", "state_dict"])
-def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own(finish):
-    scaler = RecordingScaler("cpu", init_scale=8.0)
-    trainer = new_trainer(scaler=scaler, scheduler=cases.halving)
+@pytest.mark.parametrize("kind", ["scaler", "guard"])
+def test_the_scheduler_waits_for_the_step_before_and_never_for_its_own(finish, kind, calls):
+    trainer = new_trainer(**scaler_or_guard(kind), scheduler=cases.halving)
     cases.train_on(trainer, batches(count=3))
-    assert scaler.calls == ["update", "wait", "update", "wait", "update"]
+    updates = ["update"] if kind == "scaler" else []
+    assert calls == [*updates, "wait", *updates, "wait", *updates]
     assert trainer.scheduler.last_epoch == 2
+    calls.clear()
     for _ in range(2):
         getattr(trainer, finish)()
         assert trainer.scheduler.last_epoch == 3
-    assert scaler.calls[5:] == ["wait"]
+    assert calls == ["wait"]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -205,14 +216,15 @@ def test_the_scheduler_moves_before_the_gradients_are_released(precision):
     assert losses[0] == losses[1]
 
 
-def test_nothing_waits_without_a_scheduler_and_it_moves_at_once_without_a_scaler():
-    trainer = new_trainer(scaler=RecordingScaler("cpu", init_scale=8.0))
+@pytest.mark.parametrize("kind", ["scaler", "guard"])
+def test_nothing_waits_without_a_scheduler_and_it_moves_at_once_without_a_scaler(kind, calls):
+    trainer = new_trainer(**scaler_or_guard(kind))
     cases.train_on(trainer, batches(count=3))
     trainer.flush()
-    assert trainer.scaler.calls == ["update"] * 3
     plain = new_trainer(scheduler=cases.halving)
     plain.train_step(X, TARGET)
     assert plain.scheduler.last_epoch == 1
+    assert "wait" not in calls
 
 
 # Inputs, outputs, losses.
@@ -470,15 +482,6 @@ def test_several_schedulers_are_stepped_saved_and_loaded(precision, container, t
     alone = new_trainer(precision, optimizer=decayed, scheduler=cases.halving)
     with pytest.raises(ValueError, match=r"the states of 1 schedulers, got \['dict', 'dict'\]"):
         alone.load_state_dict(trainer.state_dict())
-
-
-def test_a_trainer_shows_its_parts():
-    trainer = new_trainer("fp16", nn.Linear(6, 2), gradient_accumulation_steps=3)
-    cases.train_on(trainer, batches(count=4))
-    assert repr(trainer) == (
-        "MixedPrecisionTrainer(Linear, SGD, GradScaler; fp16, 1 of 3 batches accumulated)"
-    )
-    assert "SGD, ExponentialLR; fp32," in repr(new_trainer("fp32", scheduler=cases.halving))
 
 
 # Spellings and batches.
