@@ -1,6 +1,6 @@
 """Trains models in mixed precision with one call per batch, and helps to choose a precision."""
 
-from amp_ext.training.config import MixedPrecisionConfig
+from amp_ext.training.config import MixedPrecisionConfig, create_fp16_grad_scaler
 from amp_ext.training.metrics import StepMetrics
 from amp_ext.training.precision import (
     PrecisionBenchmark,
@@ -9,7 +9,6 @@ from amp_ext.training.precision import (
     benchmark_precision,
     choose_precision,
 )
-from amp_ext.training.scaler import create_fp16_grad_scaler
 from amp_ext.training.trainer import MixedPrecisionTrainer
 
 __all__ = [

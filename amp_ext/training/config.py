@@ -1,4 +1,4 @@
-"""The settings of mixed-precision training."""
+"""The settings of mixed-precision training, and the gradient scaler for fp16."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.plain_numbers import is_count, is_number, plain
-from amp_ext.training.scaler import SMALLEST_SCALE
+from amp_ext.scaler import GradScaler
 
+#: Lower limit of the loss scale, at which only gradients above about 2**32 overflow in float16.
+SMALLEST_SCALE = 2.0**-16
 Precision = Literal["fp32", "bf16", "fp16"]
 
 _DTYPES: dict[Any, torch.dtype] = {
@@ -65,26 +67,19 @@ class MixedPrecisionConfig:
         dtype_names = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
         given = str(self.precision).removeprefix("torch.")
         object.__setattr__(self, "precision", dtype_names.get(given, self.precision))
-        norm: Any = self.max_grad_norm
+        norm, batches = self.max_grad_norm, self.gradient_accumulation_steps
         decay: Any = self.average_decay
         is_norm = norm is None or (is_number(norm) and norm >= 0)
         is_decay = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
-        is_batches = is_count(self.gradient_accumulation_steps)
         for name, fits, wanted in (
             ("precision", self.precision in [*_DTYPES], "'fp32', 'bf16' or 'fp16'"),
             ("max_grad_norm", is_norm, "0 or more, or None"),
-            ("gradient_accumulation_steps", is_batches, "an int of 1 or more"),
+            ("gradient_accumulation_steps", is_count(batches), "an int of 1 or more"),
             ("average_decay", is_decay, 'from 0 to 1, "equal" or None'),
         ):
             if not fits:
-                raise ValueError(
-                    f"MixedPrecisionConfig: {name} must be {wanted}, got {getattr(self, name)!r}"
-                )
-        if not isinstance(self.norm_guard, Mapping | None):
-            raise TypeError(
-                "MixedPrecisionConfig: norm_guard must be a dict of the arguments of a NormGuard, "
-                f"or None, got {type(self.norm_guard).__name__}"
-            )
+                got = getattr(self, name)
+                raise ValueError(f"MixedPrecisionConfig: {name} must be {wanted}, got {got!r}")
         if self.norm_guard is not None:
             NormGuard(**self.norm_guard)  # raises if an argument is invalid
 
@@ -97,3 +92,28 @@ class MixedPrecisionConfig:
     def needs_scaler(self) -> bool:
         """True if the precision is fp16, in which gradients vanish without a loss scale."""
         return self.precision == "fp16"
+
+
+def create_fp16_grad_scaler(device: torch.device | str | None = None, **options: Any) -> GradScaler:
+    """Creates a gradient scaler with settings for float16.
+
+    The defaults are torch's, with a lower limit of the scale: without one, many bad batches in a
+    row push the scale to 0, and it can never grow again.
+
+    Args:
+        device: Device that trains, or its type. None takes CUDA if it is available, and else the
+            CPU. (torch's default, "cuda", disables the scaler on a machine without CUDA.)
+        **options: Options of :class:`amp_ext.GradScaler`. For runs of a few hundred steps, use a
+            ``growth_interval`` of 100 or less.
+
+    Raises:
+        TypeError: If an option is unknown.
+        ValueError: If an option is out of its range.
+
+    Reference:
+        Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"min_scale": SMALLEST_SCALE, **options}
+    return GradScaler(torch.device(device).type, **options)

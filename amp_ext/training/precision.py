@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from amp_ext.optim import AdamW
 from amp_ext.text_table import format_table
 from amp_ext.training.config import MixedPrecisionConfig, Precision
-from amp_ext.training.loss import loss_in
-from amp_ext.training.trainer import MixedPrecisionTrainer
+from amp_ext.training.trainer import MixedPrecisionTrainer, loss_in
 
 _FP16_RANGE = "float16 ends at 65504 and loses gradients below 6e-8, hence the loss scale."
 _BF16_RANGE = "bfloat16 has the range of float32, so that no loss scale is needed."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import warnings
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
@@ -27,10 +26,8 @@ from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
 from amp_ext.training.checkpoint_file import write_checkpoint
-from amp_ext.training.config import MixedPrecisionConfig
-from amp_ext.training.loss import loss_in
+from amp_ext.training.config import MixedPrecisionConfig, create_fp16_grad_scaler
 from amp_ext.training.metrics import StepMetrics
-from amp_ext.training.scaler import create_fp16_grad_scaler
 
 Scheduler = LRScheduler | WeightDecayScheduler
 
@@ -106,33 +103,18 @@ class MixedPrecisionTrainer:
             scaler: A scaler to use instead of the one for fp16.
 
         Raises:
-            TypeError: If an argument has a wrong type, the scheduler's ``step`` needs a metric, or
+            TypeError: If a scheduler is a ``ReduceLROnPlateau``, whose ``step`` needs a metric, or
                 the config has an ``average_decay`` and the optimizer is not of ``amp_ext.optim``.
-            ValueError: If the optimizer has no parameters, their dtype does not fit the precision,
-                the scaler is disabled, a number of the config does not fit a scaler or a guard, or
-                the config has a ``norm_guard`` and the optimizer is not of ``amp_ext.optim``.
+            ValueError: If the dtype of a parameter does not fit the precision, the scaler is
+                disabled, a number of the config does not fit a scaler or a guard, or the config has
+                a ``norm_guard`` and the optimizer is not of ``amp_ext.optim``.
         """
-        for name, part, kind in (
-            ("model", model, nn.Module),
-            ("optimizer", optimizer, torch.optim.Optimizer),
-            ("config", config, MixedPrecisionConfig),
-            ("scaler", scaler, GradScaler | None),
-        ):
-            if not isinstance(part, kind):
-                raise TypeError(f"MixedPrecisionTrainer: {name} must be {kind}, got {type(part)}")
-        for each in _listed(scheduler):
-            try:
-                inspect.signature(each.step).bind()
-                _ = each.state_dict, each.load_state_dict
-            except (AttributeError, TypeError) as error:
-                raise TypeError(
-                    "MixedPrecisionTrainer: scheduler must have step() without arguments, "
-                    f"state_dict() and load_state_dict(), got {type(each)}: {error}. Step a "
-                    "scheduler that needs a validation loss yourself after each validation."
-                ) from None
+        if any(isinstance(each, ReduceLROnPlateau) for each in _listed(scheduler)):
+            raise TypeError(
+                "MixedPrecisionTrainer: scheduler must have step() without arguments, got a "
+                "ReduceLROnPlateau. Step it yourself after each validation."
+            )
         params = params_of(optimizer)
-        if not params:
-            raise ValueError("MixedPrecisionTrainer: optimizer must have parameters, got none")
         for dtype in {param.dtype for param in params} & {torch.float16, torch.bfloat16}:
             if dtype != config.dtype:
                 raise ValueError(
@@ -159,8 +141,8 @@ class MixedPrecisionTrainer:
                 f"amp_ext.optim that has no norm_guard yet, got {type(optimizer)}"
             )
         decay: Any = config.average_decay
+        # The average is the last to check its arguments, before the optimizer is changed.
         average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
-        # All checks are done before the optimizer is changed.
         if config.norm_guard is not None:
             self._fused.norm_guard = NormGuard(**config.norm_guard)  # type: ignore[union-attr]
         if self._fused is not None and config.max_grad_norm is not None:
@@ -210,9 +192,7 @@ class MixedPrecisionTrainer:
             ValueError: If there are targets but no loss function, or the loss is not one number.
         """
         if targets is not None and self.loss_function is None:
-            raise ValueError(
-                f"train_step: targets must be None without a loss_function, got {type(targets)}"
-            )
+            raise ValueError("train_step: targets must be None without a loss_function")
         if self._accumulated == 0:
             self.discard()  # the last gradients, and all that is left of a call that raised
         loss = self._compute_loss(inputs, targets)
@@ -499,8 +479,8 @@ class MixedPrecisionTrainer:
             copy.copy(guard).load_state_dict(saved_guard)
         if self._fused is not None:
             read_state_dict(self._fused, state["optimizer"])
-        # An average changes nothing if its state does not fit, and so do torch's optimizers, to
-        # which an average can't belong.
+        # The load of an average, and that of torch's optimizers, changes nothing if the state does
+        # not fit. So each of them comes first, and a trainer never has both.
         if average is not None and saved_average is not None:
             average.load_state_dict(saved_average)
         if model is not None:
@@ -548,3 +528,22 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return [*value] if isinstance(value, Sequence) else [value]
+
+
+def loss_in(output: Any) -> Any:
+    """Returns the loss in a model's output.
+
+    Args:
+        output: The loss itself, an object with ``.loss``, a mapping with ``["loss"]``, or a tuple
+            or list whose first item is the loss.
+
+    Returns:
+        The loss; None if the output has none.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    return output[0] if isinstance(output, (tuple, list)) and output else None

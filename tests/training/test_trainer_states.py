@@ -26,7 +26,7 @@ from harness.trainer_cases import (
     new_trainer,
     params_of,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
 
 import amp_ext
@@ -229,34 +229,18 @@ def test_a_resumed_accumulation_can_be_flushed_at_once():
 def build(**parts: Any) -> MixedPrecisionTrainer:
     model = parts.pop("model", new_model())
     make = parts.pop("make", lambda params: amp_ext.optim.SGD(params, 0.1))
-    optimizer = make(model.parameters()) if isinstance(model, nn.Module) else None
+    optimizer = make(model.parameters())
     usual = {"optimizer": optimizer, "config": MixedPrecisionConfig()}
     return MixedPrecisionTrainer(model, **usual | parts)
 
 
-DISABLED, NOTHING = amp_ext.GradScaler("cpu", enabled=False), torch.optim.SGD([{"params": []}], 0.1)
+DISABLED = amp_ext.GradScaler("cpu", enabled=False)
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
-NO_FIGURE = (
-    r"scheduler must have step\(\) without arguments, .*ReduceLROnPlateau.*: missing a required"
-)
+NO_FIGURE = r"scheduler must have step\(\) without arguments, got a ReduceLROnPlateau"
 REFUSED = [
-    (TypeError, {"model": cases.mse_loss}, "model must be .*torch.*Module'>, got .*function"),
-    (TypeError, {"optimizer": None}, "optimizer must be .*Optimizer'>, got .*NoneType"),
-    (TypeError, {"config": "bf16"}, "config must be .*MixedPrecisionConfig'>, got .*str"),
-    (
-        TypeError,
-        {"scaler": torch.amp.GradScaler("cpu")},
-        "scaler must be amp_ext.*GradScaler | None, got .*Grad",
-    ),
     (TypeError, {"scheduler": PLATEAU}, NO_FIGURE),
     (TypeError, {"scheduler": [cases.halving(torch.optim.SGD([X], 0.1)), PLATEAU]}, NO_FIGURE),
-    (
-        TypeError,
-        {"scheduler": [X]},
-        "scheduler must have step.*, got .*Tensor.*: 'Tensor' object has no attribute",
-    ),
     (ValueError, {"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
-    (ValueError, {"optimizer": NOTHING}, "optimizer must have parameters, got none"),
 ]
 
 
@@ -299,7 +283,7 @@ def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
     text = f"train_step: {source} must give a loss, a tensor of one number, got {got}"
     with pytest.raises(ValueError, match=text):
         trainer.train_step(X)
-    targets = "train_step: targets must be None without a loss_function, got .*Tensor"
+    targets = "^train_step: targets must be None without a loss_function$"
     if loss_function is None:
         with pytest.raises(ValueError, match=targets):
             trainer.train_step(X, TARGET)
