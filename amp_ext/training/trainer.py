@@ -433,16 +433,15 @@ class MixedPrecisionTrainer:
             OSError: If the file does not exist or can't be read.
         """
         content = torch.load(path, map_location="cpu", weights_only=True)
-        missing = [name for name in ("model", "trainer", "random", "extra") if name not in content]
+        names = ("model", "model_metadata", "trainer", "random", "extra")
+        missing = [name for name in names if name not in content]
         if missing:
             raise KeyError(
                 f"MixedPrecisionTrainer.load: the file lacks {missing} and has "
                 f"{list(content)[:8]}. Load a file that MixedPrecisionTrainer.save() wrote."
             )
         model: Any = OrderedDict(content["model"])
-        # Files of earlier releases have the versions of the modules in the state dict.
-        of_dict = getattr(content["model"], "_metadata", {})
-        model._metadata = content.get("model_metadata", of_dict)
+        model._metadata = content["model_metadata"]
         random = content["random"]
         torch.Generator().set_state(random["cpu"])  # raises if the state does not fit
         cuda = zip(range(torch.cuda.device_count()), random["cuda"], strict=False)
@@ -470,9 +469,8 @@ class MixedPrecisionTrainer:
                 "MixedPrecisionTrainer.load_state_dict: state_dict must have the states of "
                 f"{len(schedulers)} schedulers, got {[each.__name__ for each in kinds]}"
             )
+        loss = self._no_loss if state["loss"] is None else state["loss"].to(self._device, copy=True)
         gradients = self._saved_gradients(state) if state["accumulated"] else []
-        loss = state.get("loss")  # files of earlier releases lack it
-        loss = self._no_loss if loss is None else loss.to(self._device, copy=True)
         if saved_scaler is not None:
             GradScaler(self._device.type).load_state_dict(saved_scaler)
         if saved_guard is not None:
