@@ -190,12 +190,11 @@ def benchmark_precision(
     from torch.utils.benchmark import Timer  # imported here because it loads slowly
 
     is_cuda = device.type == "cuda"
-    loss_function = _any_loss if loss_function is None else loss_function
 
     def seconds_per_step(config: MixedPrecisionConfig) -> float:
         trained, batch = copy.deepcopy(model).train(), copy.deepcopy((inputs, targets))
-        stepped = optimizer(trained.parameters())
-        trainer = MixedPrecisionTrainer(trained, stepped, config, loss_function=loss_function)
+        stepped, loss = optimizer(trained.parameters()), loss_function or _any_loss
+        trainer = MixedPrecisionTrainer(trained, stepped, config, loss_function=loss)
         names = {"step": trainer.train_step, "batch": batch}
         timer = Timer("step(*batch)", globals=names, num_threads=torch.get_num_threads())
         timer.timeit(3)  # warms up

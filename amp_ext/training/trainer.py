@@ -134,8 +134,8 @@ class MixedPrecisionTrainer:
         elif scaler is not None and not scaler.is_enabled():
             raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
         self._fused: Any = optimizer if isinstance(optimizer, FusedOptimizer) else None
-        is_guarded = config.norm_guard is not None
-        if is_guarded and (self._fused is None or self._fused.norm_guard is not None):
+        guard = None if config.norm_guard is None else NormGuard(**config.norm_guard)
+        if guard is not None and (self._fused is None or self._fused.norm_guard is not None):
             raise ValueError(
                 "MixedPrecisionTrainer: with a norm_guard in the config, optimizer must be one of "
                 f"amp_ext.optim that has no norm_guard yet, got {type(optimizer)}"
@@ -143,8 +143,8 @@ class MixedPrecisionTrainer:
         decay: Any = config.average_decay
         # The average is the last to check its arguments, before the optimizer is changed.
         average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
-        if config.norm_guard is not None:
-            self._fused.norm_guard = NormGuard(**config.norm_guard)  # type: ignore[union-attr]
+        if self._fused is not None and guard is not None:
+            self._fused.norm_guard = guard
         if self._fused is not None and config.max_grad_norm is not None:
             for group in (optimizer.defaults, *optimizer.param_groups):
                 group["max_grad_norm"] = config.max_grad_norm
@@ -355,9 +355,9 @@ class MixedPrecisionTrainer:
         ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
         state, a norm guard keeps its statistics and an average restarts.
 
-        Everything is checked first, and after an error nothing has changed. An exception is a
-        scheduler whose own ``load_state_dict`` raises an error: the trainer may be partly loaded
-        then, as after an interrupt (Ctrl-C), so load another state.
+        Everything is checked first, and after an error nothing has changed, with one exception: a
+        scheduler may refuse its state when other parts are loaded already. Load another state then,
+        and after an interrupt (Ctrl-C).
 
         Args:
             state_dict: The result of ``state_dict()``.
@@ -415,10 +415,10 @@ class MixedPrecisionTrainer:
         """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
 
         Reads with ``weights_only=True``. The file may come from another precision or device.
-        Generators of missing GPUs are skipped. If a part of the trainer does not fit, nothing has
-        changed after the error, as in :meth:`load_state_dict`. If the model or a scheduler refuses
-        its state, the trainer may be partly loaded: load another checkpoint then, as after an
-        interrupt (Ctrl-C).
+        Generators of missing GPUs are skipped. Everything is checked first, and after an error
+        nothing has changed, with three exceptions: the model, an optimizer of torch and a scheduler
+        may refuse their states when other parts are loaded already. Load another checkpoint then,
+        and after an interrupt (Ctrl-C).
 
         Args:
             path: Path of the file.

@@ -48,10 +48,6 @@ def test_a_file_goes_on_with_the_same_verdicts(precision, tmp_path):
     assert guards[0].state_dict() == guards[1].state_dict()
 
 
-def fails(state: Any) -> None:
-    raise OSError("of a schedule")
-
-
 def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
     trainer, plain = new_trainer(**OPTIONS), new_trainer(scheduler=cases.halving)
     cases.train_on(trainer, corrupted(6, set()))
@@ -61,10 +57,6 @@ def test_files_without_a_guard_are_loaded_and_a_refused_one_changes_nothing():
     bad = trainer.state_dict()
     bad["norm_guard"] = before | {"mean": -1.0}
     with pytest.raises(ValueError, match=r"NormGuard\.load_state_dict: mean must be"):
-        trainer.load_state_dict(bad)
-    bad["norm_guard"], bad["scheduler"] = before | {"mean": 7.0}, {"last_epoch": object()}
-    trainer.scheduler.load_state_dict = fails
-    with pytest.raises(OSError, match="of a schedule"):
         trainer.load_state_dict(bad)
     assert trainer.optimizer.norm_guard.state_dict() == before
     plain.load_state_dict(trainer.state_dict())
