@@ -17,11 +17,9 @@ from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nonfinite import drop_iteration, params_of
+from amp_ext.optim import NormGuard, WeightAverage, WeightDecayScheduler
 from amp_ext.optim.checkpoints import keys_in_order, read_state_dict
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.optim.norm_guard import NormGuard
-from amp_ext.optim.weight_average import WeightAverage
-from amp_ext.optim.weight_decay_scheduler import WeightDecayScheduler
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor

@@ -436,26 +436,22 @@ ONE_CYCLE = functools.partial(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_scheduler_that_has_come_to_its_end_does_not_keep_the_state_from_being_saved(precision):
-    trainer = new_trainer(precision, scheduler=lambda optimizer: ONE_CYCLE(optimizer))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"Tried to step \d times"):
-            cases.train_on(trainer, [(X, TARGET)] * 4)
-        trainer.state_dict()
-
-
-def test_a_step_too_many_of_a_scheduler_costs_no_checkpoint(tmp_path):
+@pytest.mark.filterwarnings("error:MixedPrecisionTrainer")
+def test_a_step_too_many_of_a_scheduler_costs_no_checkpoint(precision, tmp_path):
     """Under a scaler it is noticed when the state is saved."""
     trainer, resumed = (
-        new_trainer("fp16", scheduler=lambda optimizer: ONE_CYCLE(optimizer)) for _ in range(2)
+        new_trainer(precision, scheduler=lambda optimizer: ONE_CYCLE(optimizer)) for _ in range(2)
     )
-    cases.train_on(trainer, [(X, TARGET)] * 3)
-    with pytest.warns(UserWarning, match=r"the scheduler's step raised ValueError: Tried to step"):
-        trainer.save(tmp_path / "run.pt")
+    if precision == "fp16":
+        cases.train_on(trainer, [(X, TARGET)] * 3)
+        with pytest.warns(UserWarning, match="the scheduler's step raised ValueError: Tried to"):
+            trainer.save(tmp_path / "run.pt")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Tried to step \d times"):
+            cases.train_on(trainer, [(X, TARGET)] * 3)
+        trainer.save(tmp_path / "run.pt")  # the error is not raised again
     resumed.load(tmp_path / "run.pt")
     assert_same(params_of(resumed), params_of(trainer))
-    with pytest.raises(ValueError, match="Tried to step"):
-        cases.train_on(trainer, [(X, TARGET)] * 2)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
