@@ -56,9 +56,11 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
         The choice, with its reason.
 
     Raises:
-        IndexError: If ``device`` is None and the model has no parameters.
+        ValueError: If ``device`` is None and the model has no parameters.
     """
     params = list(model.parameters())
+    if device is None and not params:
+        raise ValueError("choose_precision: device must be given for a model without parameters")
     device = torch.device(params[0].device if device is None else device)
     dtypes = {param.dtype for param in params if param.requires_grad}
     dtypes = dtypes or {param.dtype for param in params}
@@ -185,7 +187,7 @@ def benchmark_precision(
         raise ValueError("benchmark_precision: loss_function must be given with targets, got None")
     # Each config normalizes the spelling of its precision.
     configs: list[Any] = [MixedPrecisionConfig(p, initial_loss_scale=1024.0) for p in precisions]
-    device = next(model.parameters()).device
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
     samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
     from torch.utils.benchmark import Timer  # imported here because it loads slowly
 

@@ -254,3 +254,9 @@ def test_a_benchmark_of_nonsense_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
         benchmark_precision(noting(nn.Linear(6, 2), seen), torch.randn(3, 6), **options)
     assert seen == []
+
+
+def test_a_model_without_parameters_needs_a_device():
+    with pytest.raises(ValueError, match=r"^choose_precision: device must be given for a model w"):
+        choose_precision(nn.Module())
+    assert choose_precision(nn.Module(), "cpu").precision in ("fp32", "bf16")
