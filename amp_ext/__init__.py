@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from amp_ext import compiled_ops, ops, optim
 from amp_ext.clip_grad import clip_grad_norm_
-from amp_ext.nonfinite import check_for_overflow, find_nonfinite, handle_nan_loss
+from amp_ext.nan_loss import handle_nan_loss
+from amp_ext.nonfinite import check_for_overflow, find_nonfinite
 from amp_ext.patch import patch_torch
 from amp_ext.scaler import GradScaler, ScalerStats
 

@@ -1,19 +1,18 @@
-"""Finds the tensors that hold inf or NaN, and drops iterations with a bad loss."""
+"""Finds the tensors that hold inf or NaN."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_ext import ops
-from amp_ext.plain_numbers import is_number, plain
+from amp_ext.params import names_of_params, params_of
 
-__all__ = ["check_for_overflow", "find_nonfinite", "handle_nan_loss"]
+__all__ = ["check_for_overflow", "find_nonfinite"]
 
 _LOGGER = logging.getLogger("amp_ext")
 _NAMED_AT_MOST = 5
@@ -88,116 +87,6 @@ def check_for_overflow(model: torch.nn.Module) -> bool:
     return bool(counts)
 
 
-def handle_nan_loss(
-    loss: Tensor | float,
-    *optimizers: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None = None,
-) -> bool:
-    """Returns True if a loss is inf or NaN, and in that case drops the iteration.
-
-    Sets the gradients of the optimizers to None, including gradients accumulated in earlier passes,
-    and makes the scaler forget everything since its last update. The scale stays, because it did
-    not cause the bad loss. Call this before or after the backward pass::
-
-        if amp_ext.handle_nan_loss(loss, optimizer, scaler=scaler):
-            continue
-
-    Without this call, a scaler would skip the step too, but halve the scale. Reading the loss waits
-    for a GPU. The logger is "amp_ext".
-
-    Args:
-        loss: The loss, one number, before it is scaled. A tensor of several elements counts as bad
-            if one of them is.
-        optimizers: The optimizers that this iteration would have stepped.
-        scaler: The scaler of these optimizers, or None.
-
-    Raises:
-        TypeError: If ``loss`` is neither a tensor nor a number, or a scaler is passed as an
-            optimizer.
-    """
-    loss = plain(loss)
-    if not (isinstance(loss, Tensor) or is_number(loss)):
-        raise TypeError(
-            f"handle_nan_loss: loss must be a tensor or a number, got {type(loss).__name__}"
-        )
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.amp.GradScaler):
-            raise TypeError(
-                "handle_nan_loss: optimizers must be torch.optim.Optimizer objects, got "
-                f"{type(optimizer).__name__}. Pass the scaler as scaler=."
-            )
-    if isinstance(loss, Tensor):
-        values = loss.detach()
-    else:
-        values = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-    if bool(values.isfinite().all()):
-        return False
-    what = "NaN" if bool(values.isnan().any()) else "inf"
-    _LOGGER.warning("handle_nan_loss: the loss is %s; this iteration is dropped", what)
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    if scaler is not None and scaler.is_enabled():
-        drop_iteration(scaler)
-    return True
-
-
-def drop_iteration(scaler: torch.amp.GradScaler) -> None:
-    """Makes a scaler forget all scans since its last update.
-
-    Args:
-        scaler: A scaler of amp_ext or torch.
-    """
-    for state in scaler._per_optimizer_states.values():
-        if "scan" in state:
-            for first in state["scan"].first_nonfinites.values():
-                first.fill_(torch.iinfo(torch.int64).max)  # as an update does
-    scaler._per_optimizer_states.clear()
-
-
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the parameters of all groups of an optimizer.
-
-    Args:
-        optimizer: The optimizer, or a wrapper that delegates to it.
-    """
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def check_params(group: dict[str, Any], where: str) -> None:
-    """Checks that the parameters of a group can be read repeatedly, in the same order.
-
-    Args:
-        group: The group.
-        where: Start of the error, such as "Adam: %s of group 1"; ``%s`` becomes "params".
-
-    Raises:
-        ValueError: If the group has no "params".
-        TypeError: If "params" is an iterator, which can be read only once, or a set, whose order
-            may differ in a resumed process.
-    """
-    if "params" not in group:
-        raise ValueError(f"{where % 'params'} must be present, got {list(group)}")
-    params = group["params"]
-    if isinstance(params, (Iterator, set, frozenset)):
-        raise TypeError(f"{where % 'params'} must be a list, got {type(params).__name__}")
-
-
-def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
-    """Returns the name of a parameter, or its position such as "group 0, param 3".
-
-    Args:
-        optimizer: The optimizer, or None if it no longer exists.
-        index: Index in the list from :func:`params_of`. If out of range, the name is empty.
-    """
-    names = [] if optimizer is None else names_of_params(optimizer)
-    return names[index] if index < len(names) else ""
-
-
-def names_of_params(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Returns the name of each parameter, or its position, in the order of the groups."""
-    return [name for name, _ in _named_tensors(optimizer, params=True)]
-
-
 def _named_tensors(
     source: torch.nn.Module | torch.optim.Optimizer, params: bool
 ) -> Iterator[tuple[str, Tensor]]:
@@ -206,15 +95,7 @@ def _named_tensors(
         if params:
             yield from source.named_buffers()
     elif hasattr(source, "param_groups"):
-        groups = source.param_groups
-        uses = Counter(name for group in groups for name in group.get("param_names") or ())
-        for group_index, group in enumerate(groups):
-            names = group.get("param_names")
-            for index, param in enumerate(group["params"]):
-                name = f"group {group_index}, param {index}"
-                if names:
-                    name = names[index] if uses[names[index]] == 1 else f"{name} ({names[index]})"
-                yield name, param
+        yield from zip(names_of_params(source), params_of(source), strict=True)
     else:
         raise TypeError(
             "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_ext.amp_protocol import to_device
-from amp_ext.nonfinite import check_params, params_of
+from amp_ext.params import check_params, params_of
 
 __all__ = [
     "ShardedOver",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import check_params, params_of
 from amp_ext.optim.formats import MASTER_KEYS, is_16_bit
 from amp_ext.optim.options import (
     CONFIGURED_OPTIONS,
@@ -22,6 +21,7 @@ from amp_ext.optim.options import (
     with_plain_options,
 )
 from amp_ext.optim.state_store import PlacedParam, float32_state, loaded_state
+from amp_ext.params import check_params, params_of
 from amp_ext.saved_dicts import first_keys, missing_entry
 from amp_ext.sharding import is_flat, is_flattened
 

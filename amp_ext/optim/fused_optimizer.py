@@ -22,7 +22,6 @@ from amp_ext.amp_protocol import (
     sum_of_flags,
 )
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import check_params, names_of_params, params_of
 from amp_ext.optim.checkpoints import operation_of, read_state_dict, saved_state_dict
 from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.grad_norms import norms_of_grads
@@ -45,6 +44,7 @@ from amp_ext.optim.state_store import (
 )
 from amp_ext.optim.step_hooks import has_step_pre_hooks, with_step_hooks
 from amp_ext.optim.stepper import Stepper
+from amp_ext.params import check_params, names_of_params, params_of
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import local_grads, local_tensor
 

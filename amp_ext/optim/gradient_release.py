@@ -18,9 +18,9 @@ from torch.nn.parameter import is_lazy
 
 from amp_ext.amp_protocol import ScanResult, to_device
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.grad_norms import norms_of_grads
+from amp_ext.params import name_of_param, params_of
 from amp_ext.sharding import is_dtensor, is_flattened
 
 __all__ = ["GradientRelease", "release_gradients"]

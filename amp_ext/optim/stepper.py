@@ -13,11 +13,11 @@ from torch.autograd.graph import increment_version
 
 from amp_ext import ops
 from amp_ext.amp_protocol import ScanResult, to_device
-from amp_ext.nonfinite import params_of
 from amp_ext.optim.formats import fits_blocks
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import CODED_STATES
 from amp_ext.optim.state_store import PlacedParam, init_states, put_states
+from amp_ext.params import params_of
 from amp_ext.sharding import (
     ShardedOver,
     any_dtensors,

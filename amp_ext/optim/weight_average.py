@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import params_of
 from amp_ext.optim.checkpoints import without_wrappers
 from amp_ext.optim.formats import RESIDUAL_KEYS
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.state_store import masters_in
+from amp_ext.params import params_of
 from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.saved_dicts import check_is_dict
 from amp_ext.sharding import (

@@ -19,8 +19,8 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext.amp_protocol import NO_CLOSURE, ScanResult, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import name_of_param, params_of
 from amp_ext.ops import binary
+from amp_ext.params import name_of_param, params_of
 from amp_ext.scaler.stats import ScalerStats
 from amp_ext.sharding import all_reduce_flags, check_guard, check_process_group, local_grads
 

@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.nonfinite import drop_iteration, params_of
+from amp_ext.nan_loss import drop_iteration
 from amp_ext.optim import NormGuard, WeightAverage, WeightDecayScheduler
 from amp_ext.optim.checkpoints import keys_in_order, read_state_dict
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.params import params_of
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
