@@ -79,7 +79,6 @@ lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes
 	@$(PYTHON) -m ruff check --quiet
 	@clang-format --dry-run -Werror $(CXX_FILES)
 	@$(PYTHON) scripts/check_layers.py
-	@$(PYTHON) scripts/check_words.py
 	@$(PYTHON) -m mypy
 
 format: $(INSTALLED)  ## Formats all sources
