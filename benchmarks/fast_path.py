@@ -21,130 +21,108 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import bfloat16, float16, float32
+from torch.nn import Parameter
 
 import amp_ext
+from amp_ext.bench.measure import bytes_of
+from amp_ext.bench.steps import Program
+from amp_ext.bench.work import Work
+from amp_ext.text_table import format_table
 
 ELEMENTS = 2**28
 SMALL = 2**25
-
-# Maps the name of a row to the parameter dtype, the options of the optimizer, and the bytes that a
-# step moves per element.
-FORMS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
-    "bf16, split8 masters, 8bit": (
-        torch.bfloat16,
-        {"master_weights": "split8", "state_dtype": "8bit"},
-        12.06,
+FORMS = {
+    "bf16, split8 masters, 8bit": Work("AdamW", bfloat16, masters="split8", state_dtype="8bit"),
+    "bf16, split masters, bf16 states": Work(
+        "AdamW", bfloat16, masters="split", state_dtype=bfloat16
     ),
-    "bf16, split masters, bf16 states": (
-        torch.bfloat16,
-        {"master_weights": "split", "state_dtype": torch.bfloat16},
-        18,
+    "bf16, no masters, bf16 states": Work("AdamW", bfloat16, masters=False, state_dtype=bfloat16),
+    "bf16, float32 masters": Work("AdamW", bfloat16),
+    "fp32, 8bit": Work("AdamW", float32, state_dtype="8bit"),
+    "bf16, split masters, 8bit-bf16": Work(
+        "AdamW", bfloat16, masters="split", state_dtype="8bit-bf16"
     ),
-    "bf16, no masters, bf16 states": (
-        torch.bfloat16,
-        {"master_weights": False, "state_dtype": torch.bfloat16},
-        14,
-    ),
-    "bf16, float32 masters": (torch.bfloat16, {}, 28),
-    "fp32, 8bit": (torch.float32, {"state_dtype": "8bit"}, 16.06),
-    "bf16, split masters, 8bit-bf16": (
-        torch.bfloat16,
-        {"master_weights": "split", "state_dtype": "8bit-bf16"},
-        16,
-    ),
-    "bf16, split masters, float32 states": (torch.bfloat16, {"master_weights": "split"}, 26),
-    "fp32": (torch.float32, {}, 28),
-    "fp16, float32 masters": (torch.float16, {}, 28),
-    "fp16, split8 masters, 8bit": (
-        torch.float16,
-        {"master_weights": "split8", "state_dtype": "8bit"},
-        12.06,
-    ),
-    "Lion bf16, split8 masters, 8bit": (
-        torch.bfloat16,
-        {"master_weights": "split8", "state_dtype": "8bit"},
-        10.06,
-    ),
-    "SGD bf16, split8 masters, 8bit": (
-        torch.bfloat16,
-        {"master_weights": "split8", "state_dtype": "8bit"},
-        10.06,
-    ),
-    "SGD bf16, split masters, bf16 states": (
-        torch.bfloat16,
-        {"master_weights": "split", "state_dtype": torch.bfloat16},
-        14,
+    "bf16, split masters, float32 states": Work("AdamW", bfloat16, masters="split"),
+    "fp32": Work("AdamW", float32),
+    "fp16, float32 masters": Work("AdamW", float16),
+    "fp16, split8 masters, 8bit": Work("AdamW", float16, masters="split8", state_dtype="8bit"),
+    "Lion bf16, split8 masters, 8bit": Work("Lion", bfloat16, masters="split8", state_dtype="8bit"),
+    "SGD bf16, split8 masters, 8bit": Work("SGD", bfloat16, masters="split8", state_dtype="8bit"),
+    "SGD bf16, split masters, bf16 states": Work(
+        "SGD", bfloat16, masters="split", state_dtype=bfloat16
     ),
 }
-OF_ADAM = [name for name in FORMS if not name.startswith(("Lion", "SGD"))]
-UNUSUAL = OF_ADAM[:3]
+UNUSUAL = list(FORMS)[:3]
+Case = tuple[Program, int]  # a program with a step, and its number of elements
 
 
-def optimizer_of(form: str, params: list[torch.Tensor]) -> amp_ext.optim.FusedOptimizer:
-    """Returns an optimizer of ``params`` with the options of a row of ``FORMS``."""
-    _, options, _ = FORMS[form]
-    name = form.split()[0] if form.startswith(("Lion", "SGD")) else "AdamW"
-    momentum = {"momentum": 0.9} if name == "SGD" else {}
-    return getattr(amp_ext.optim, name)(params, lr=1e-3, **options, **momentum)
+def program_of(form: str, *params: Parameter) -> Program:
+    """Returns the step of an optimizer as a row of ``FORMS`` says."""
+    work = FORMS[form]
+    options = {"master_weights": work.masters, "state_dtype": work.state_dtype}
+    options |= {"momentum": 0.9} if work.optimizer == "SGD" else {}
+    optimizer = getattr(amp_ext.optim, work.optimizer)(params, lr=1e-3, **options)
+    return Program(list(params), optimizer, optimizer.step)
 
 
-def drawn(form: str, *shape: int) -> torch.nn.Parameter:
+def drawn(form: str, *shape: int) -> Parameter:
     """Returns a random parameter with a gradient, in the dtype of a row of ``FORMS``."""
-    dtype = FORMS[form][0]
-    param = torch.nn.Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
+    dtype = FORMS[form].dtype
+    param = Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
     param.grad = (torch.randn(shape, device="cuda") * 1e-3).to(dtype)
     return param
 
 
-def copy() -> tuple[Callable[[], Any], int]:
+def copy() -> Case:
     source = torch.randn(ELEMENTS, device="cuda")
-    return functools.partial(torch.empty_like(source).copy_, source), ELEMENTS
+    step = functools.partial(torch.empty_like(source).copy_, source)
+    return Program([], torch.optim.SGD([source]), step), ELEMENTS
 
 
-def whole(form: str) -> tuple[Callable[[], Any], int]:
-    return optimizer_of(form, [drawn(form, ELEMENTS)]).step, ELEMENTS
+def whole(form: str) -> Case:
+    return program_of(form, drawn(form, ELEMENTS // 1024, 1024)), ELEMENTS
 
 
-def rows_without_gradients(form: str, steps: int, pruned: bool) -> tuple[Callable[[], Any], int]:
+def rows_without_gradients(form: str, pruned: bool, steps: int = 2000) -> Case:
     """Makes a step of an embedding; every second row has had no gradient for ``steps`` steps.
 
     The moments of these rows have decayed to tiny values. If ``pruned``, their weights are 0, too.
     """
     param = drawn(form, SMALL // 1024, 1024)
-    optimizer = optimizer_of(form, [param])
+    program = program_of(form, param)
     for _ in range(20):
-        optimizer.step()
+        program.step()
     assert param.grad is not None
     param.grad[::2] = 0.0
     for _ in range(steps):
         if pruned:
-            with torch.no_grad():
-                param[::2] = 0.0
-        optimizer.step()
-    return optimizer.step, SMALL
+            param.data[::2] = 0.0
+        program.step()
+    return program, SMALL
 
 
-def misaligned(form: str) -> tuple[Callable[[], Any], int]:
+def misaligned(form: str) -> Case:
     """Makes a step of a parameter whose memory begins one element after a 16-byte boundary."""
-    values = drawn(form, SMALL + 1)
-    param = torch.nn.Parameter(values.detach()[1:])
+    param = Parameter(drawn(form, SMALL + 1).detach()[1:])
     param.grad = torch.randn(SMALL, device="cuda").mul_(1e-3).to(param.dtype)
-    return optimizer_of(form, [param]).step, SMALL
+    return program_of(form, param), SMALL
 
 
-def many(form: str) -> tuple[Callable[[], Any], int]:
-    return optimizer_of(form, [drawn(form, 64) for _ in range(1000)]).step, 64_000
+def many(form: str) -> Case:
+    return program_of(form, *(drawn(form, 64) for _ in range(1000))), 64_000
 
 
-def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Any], int]]]]:
-    """Yields for each row its name and a function that returns a step and its element count."""
+def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
+    """Yields for each row its name and a function that returns a program."""
+    yield "copy", copy
     for form in FORMS:
-        yield form, lambda form=form: whole(form)
+        yield form, functools.partial(whole, form)
     for form in UNUSUAL:
-        yield f"{form}: dead rows", lambda form=form: rows_without_gradients(form, 2000, False)
-        yield f"{form}: pruned", lambda form=form: rows_without_gradients(form, 2000, True)
-        yield f"{form}: misaligned", lambda form=form: misaligned(form)
-        yield f"{form}: 1,000 of 64", lambda form=form: many(form)
+        yield f"{form}: dead rows", functools.partial(rows_without_gradients, form, False)
+        yield f"{form}: pruned", functools.partial(rows_without_gradients, form, True)
+        yield f"{form}: misaligned", functools.partial(misaligned, form)
+        yield f"{form}: 1,000 of 64", functools.partial(many, form)
 
 
 def least_time(step: Callable[[], Any], seconds: float) -> float:
@@ -166,15 +144,17 @@ def least_time(step: Callable[[], Any], seconds: float) -> float:
     return min(group(steps) for _ in range(groups))
 
 
-def measure(seconds: float) -> dict[str, float]:
-    """Returns the least milliseconds of each row, and of a copy of ELEMENTS float32 values."""
+def measure(seconds: float) -> dict[str, tuple[float, float | None]]:
+    """Returns the least milliseconds of each row, and for whole tensors the bytes that it moves."""
     found = {}
-    for name, make in [("copy", copy), *cases()]:
+    for name, make in cases():
         torch.manual_seed(0)
-        step, elements = make()
-        found[name] = least_time(step, seconds)
-        print(f"{name}: {found[name]:.4f} ms, {elements} elements", file=sys.stderr, flush=True)
-        del step
+        program, elements = make()
+        time = least_time(program.step, seconds)
+        form = FORMS.get(name)
+        found[name] = (time, bytes_of(form, program)[1] * elements if form else None)
+        print(f"{name}: {time:.4f} ms, {elements} elements", file=sys.stderr, flush=True)
+        del program
         torch.cuda.empty_cache()
     return found
 
@@ -200,19 +180,18 @@ def main() -> int:
                 text=True,
                 check=True,
             )
-            for name, time in json.loads(done.stdout).items():
+            measured = json.loads(done.stdout)
+            for name, (time, _) in measured.items():
                 best[side][name] = min(time, best[side].get(name, time))
     copied = 8 * ELEMENTS / min(side["copy"] for side in best.values())
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {amp_ext.__version__}"
     print(f"{about}; a copy moves {copied / 1e6:.0f} GB/s")
-    print(f"{'':50s}{'general, ms':>12s}{'fast, ms':>10s}{'ratio':>7s}{'of a copy':>11s}")
-    for name, fast in best["fast"].items():
-        if name == "copy":
-            continue
-        general = best["general"][name]
-        bytes_moved = FORMS[name][2] * ELEMENTS if name in FORMS else None
-        share = f"{bytes_moved / fast / copied:10.0%}" if bytes_moved else ""
-        print(f"{name:50s}{general:12.4f}{fast:10.4f}{fast / general:7.2f}{share:>11s}")
+    rows = [["", "general, ms", "fast, ms", "ratio", "of a copy"]]
+    for name, (_, moved) in measured.items():
+        fast, general = best["fast"][name], best["general"][name]
+        share = f"{moved / fast / copied:.0%}" if moved else ""
+        rows.append([name, f"{general:.4f}", f"{fast:.4f}", f"{fast / general:.2f}", share])
+    print(format_table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps({"about": about, "milliseconds": best}, indent=1))
     return 0

@@ -18,7 +18,6 @@ without a GPU, which other programs hardly change, and the clock with one.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import os
@@ -26,27 +25,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from peers import ADAMW, reason
+from common import CPU, in_turns, make_parser, reason, states_of
 from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext.bench.measure import describe, make_streaming
+from amp_ext.bench.steps import OPTIONS
 from amp_ext.memory import CONFIGURATIONS, Configuration, training_memory
 from amp_ext.optim import AdamW
 from amp_ext.optim.offload import OffloadedStates
 from amp_ext.optim.transport import CudaTransport
 from amp_ext.text_table import format_table
 
+ADAMW = OPTIONS["AdamW"]
 BY_NAME = {each.name: each for each in CONFIGURATIONS}
 MASTERS = BY_NAME["16-bit + masters, fp32 states"]
 SPLIT = BY_NAME["16-bit + split masters, bf16 states"]
 SPLIT8 = BY_NAME["16-bit + split8 masters, 8bit states"]
 FP32, NARROW = BY_NAME["fp32"], BY_NAME["16-bit, 16-bit states"]
 FORMS = [FP32, MASTERS, SPLIT, SPLIT8]
-CPU = torch.device("cpu")
 #: Limits of ``--check``: the ratio of times, and the difference of GPU memory from the table.
 TIME_LIMITS = {"cpu": 1.15, "cuda": 1.2}
 MEMORY_LIMIT = 0.03
@@ -57,74 +58,57 @@ class ImmediateTransport:
 
     device = CPU
 
-    def __init__(self) -> None:
-        """Counts the bytes that :meth:`allocate` returns."""
-        self.allocated = 0
-
     def allocate(self, size: int) -> Tensor:
         """Returns memory whose pages exist already, as those of pinned memory."""
-        self.allocated += size
         return torch.zeros(size, dtype=torch.uint8)
 
     def copy_down(self, host: Tensor, source: Tensor) -> None:
         """Copies a gradient."""
         host.data.copy_(source.data)
 
-    copy_up = copy_down
-
-    def begin(self) -> None:
+    def begin(self, event: Any = None) -> None:
         """Does nothing, as the methods below: no copy is under way."""
 
-    def record_down(self) -> None:
-        """Returns None."""
-
-    record_up = record_down
-
-    def wait(self, event: Any) -> None:
-        """Does nothing."""
-
-    join = wait
-    close = begin
+    copy_up = copy_down
+    close = join = wait = record_down = record_up = begin
 
 
-class CountingTransport(CudaTransport):
-    """Copies between a GPU and pinned memory, whose bytes are counted."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Creates the streams."""
-        super().__init__(device, pinned=True)
-        self.allocated = 0
-
-    def allocate(self, size: int) -> Tensor:
-        """Returns pinned memory."""
-        self.allocated += size
-        return super().allocate(size)
-
-
-def make_transport(device: torch.device) -> ImmediateTransport | CountingTransport:
+def make_transport(device: torch.device) -> Any:
     """Returns the transport between a device and host memory."""
-    return CountingTransport(device) if device.type == "cuda" else ImmediateTransport()
+    return CudaTransport(device, pinned=True) if device.type == "cuda" else ImmediateTransport()
+
+
+def counted(transport: Any) -> list[int]:
+    """Returns a list that takes the bytes of each further allocation of a transport."""
+    allocate, sizes = transport.allocate, list[int]()
+
+    def allocate_and_count(size: int) -> Tensor:
+        sizes.append(size)
+        return allocate(size)
+
+    transport.allocate = allocate_and_count
+    return sizes
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
     """Returns the time of one call: by the clock on a GPU, else the CPU time of all threads."""
-    if device.type != "cuda":
-        began = time.process_time()
-        call()
-        return (time.process_time() - began) * 1000
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+    on_gpu = device.type == "cuda"
+    wait, clock = (
+        (torch.cuda.synchronize, time.perf_counter) if on_gpu else (lambda: None, time.process_time)
+    )
+    wait()
+    began = clock()
     call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) * 1000
+    wait()
+    return (clock() - began) * 1000
 
 
-def in_turns(
+def least_times(
     calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, float]:
     """Calls each once per round, and returns the least milliseconds of each."""
-    times = [[milliseconds(call, device) for call in calls.values()] for _ in range(rounds)]
-    return dict(zip(calls, map(min, zip(*times, strict=True)), strict=True))
+    timed = {name: partial(milliseconds, call, device) for name, call in calls.items()}
+    return in_turns(timed, rounds)
 
 
 def make_params(shapes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Parameter]:
@@ -154,11 +138,6 @@ def host_bytes(values: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.device == CPU)
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns masters, moments and step counters."""
-    return [value for state in optimizer.state.values() for value in state.values()]
-
-
 # A step and its parts.
 
 
@@ -176,9 +155,10 @@ def measure_form(
         other.grad = param.grad.to(CPU, copy=True)
     plain, offloaded = make_optimizer(others, form), make_optimizer(params, form)
     transport, extra = make_transport(device), make_transport(device)
+    sizes = counted(transport)
     OffloadedStates(offloaded, transport, threads)
     calls: dict[str, Callable[[], Any]] = {"step": plain.step, "offloaded": offloaded.step}
-    in_turns(calls, 2, device)
+    least_times(calls, 2, device)
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
 
     grads = [param.grad for param in params]
@@ -196,7 +176,7 @@ def measure_form(
     calls["copies"] = copy
     if on_gpu:
         calls["memory"], streamed = make_streaming(CPU)
-    found = in_turns(calls, rounds, device)
+    found = least_times(calls, rounds, device)
     assert all(
         torch.equal(param.to(CPU), other) for param, other in zip(params, others, strict=True)
     )
@@ -209,7 +189,7 @@ def measure_form(
         parts.append(found["memory"] * moved / streamed)
     ratio = found["offloaded"] / (max(parts) if on_gpu else sum(parts))
     cells = [*(f"{part:.1f}" for part in parts), f"{found['offloaded']:.1f}", f"{ratio:.2f}"]
-    host = host_bytes(states_of(offloaded)) + transport.allocated
+    host = host_bytes(states_of(offloaded)) + sum(sizes)
     cells.append(f"{host / elements:.2f}")
     wrong = []
     if ratio > TIME_LIMITS[device.type]:
@@ -248,10 +228,11 @@ def by_amp_ext(
 ) -> Side:
     """Returns ``offload_states`` with our AdamW."""
     optimizer, transport = make_optimizer(params, form), make_transport(device)
+    sizes = counted(transport)
     OffloadedStates(optimizer, transport, threads)
 
     def host() -> int:
-        return host_bytes(states_of(optimizer)) + transport.allocated
+        return host_bytes(states_of(optimizer)) + sum(sizes)
 
     return Side(f"amp_ext, {form.name}", optimizer.step, params, host)
 
@@ -334,25 +315,21 @@ def groups_of(
 ) -> list[list[Callable[[], Side]]]:
     """Returns functions that make the sides, in groups that are compared with each other."""
 
+    def ours(form: Configuration) -> Side:
+        return by_amp_ext(form, made(form), threads, device)
+
     def made(form: Configuration) -> list[Parameter]:
         return make_params(shapes, form.dtype or torch.float32, device)
 
-    def ours(form: Configuration) -> Callable[[], Side]:
-        return lambda: by_amp_ext(form, made(form), threads, device)
-
-    def torchao(form: Configuration) -> Callable[[], Side]:
-        return lambda: by_torchao(form, made(form))
-
-    groups = [
+    groups: list[list[Callable[[], Side]]] = [
         [
-            ours(MASTERS),
-            ours(SPLIT),
-            lambda: by_deepspeed(made(MASTERS), keeps_buffers=True),
-            lambda: by_deepspeed(made(MASTERS), keeps_buffers=False),
+            *(partial(ours, form) for form in (MASTERS, SPLIT)),
+            *(lambda keeps=keeps: by_deepspeed(made(MASTERS), keeps) for keeps in (True, False)),
         ]
     ]
     if device.type == "cuda":
-        groups += [[ours(form), torchao(form)] for form in (FP32, NARROW)]
+        for form in (FP32, NARROW):
+            groups.append([partial(ours, form), lambda form=form: by_torchao(form, made(form))])
     return groups
 
 
@@ -368,7 +345,7 @@ def compare(
         except Exception as error:  # a package may be missing, or may not build
             if sides:
                 missing.append(reason(error))
-    found = in_turns({side.name: side.step for side in sides}, rounds, device)
+    found = least_times({side.name: side.step for side in sides}, rounds, device)
     ours = [name for name in found if name.startswith("amp_ext")]
     rows = [["", "ms", *(f"÷ {name.partition(', ')[2]}" for name in ours), "host, B/param."]]
     for side in sides:
@@ -380,8 +357,7 @@ def compare(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line, and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = make_parser(__doc__)
     parser.add_argument("--tensors", type=int, help="how many there are (4; on a GPU 16)")
     parser.add_argument(
         "--elements", type=int, help="of each tensor, a multiple of 1024 (8M; on a GPU 32M)"

@@ -11,33 +11,40 @@ each row, so an interrupted run keeps its results.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import importlib.metadata
-import json
 import math
 import os
 import re
 import sys
-import time
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import (
+    CPU,
+    add_files,
+    buffered,
+    digits,
+    make_parser,
+    markdown_rows,
+    new_result,
+    notes,
+    reason,
+    run_and_store,
+    run_each,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_ext.bench.measure import describe, make_streaming, measure_row, run_times
+from amp_ext.bench.measure import make_streaming, measure_row, run_times
 from amp_ext.bench.steps import OPTIONS, Program, Step, make_params, make_program, scaled
 from amp_ext.bench.work import SIDES, ShapeList, Work, row_name, uniform
 
-CPU = torch.device("cpu")
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
 # Work that other packages can do, too: float32 parameters (FP32), and bf16 parameters with float32
@@ -74,95 +81,75 @@ class Peer:
     Attributes:
         distribution: The name of the package for pip.
         module: The name of the module to import.
-        make: Returns the package's optimizer, given the module, the parameters and the work.
+        optimizer: The name of the package's optimizer in that module.
         does: The work of ``BESIDE_PEERS`` and ``LOW_MEMORY`` that the package does exactly.
         differs: The work that the package does with less precision, such as in 8 bits or without
             masters.
+        options: Returns the options of the optimizer for a kind of work, besides ``ADAMW``.
         devices: The device types on which the package runs.
     """
 
     distribution: str
     module: str
-    make: Callable[..., torch.optim.Optimizer]
-    does: Sequence[Work] = ()
+    optimizer: str
+    does: Sequence[Work]
     differs: Sequence[Work] = field(default=())
+    options: Callable[[Work], dict[str, Any]] = lambda work: {}
     devices: Sequence[str] = ("cpu", "cuda")
+
+    def make(self, params: list[Parameter], work: Work) -> torch.optim.Optimizer:
+        """Returns the package's optimizer."""
+        optimizer = getattr(importlib.import_module(self.module), self.optimizer)
+        return optimizer(params, **ADAMW, **self.options(work))
+
+
+def heavyball_options(work: Work) -> dict[str, Any]:
+    dtype = "float32" if work.state_dtype == torch.float32 else "bfloat16"
+    return {"storage_dtype": dtype, "consume_grad": False}
+
+
+def flashoptim_options(work: Work) -> dict[str, Any]:
+    bits = {"split": 32, "split8": 24}.get(work.masters)
+    return {"quantize": work.state_dtype == "8bit", "master_weight_bits": bits}
 
 
 ADAMW = OPTIONS["AdamW"]  # hyperparameters of all packages
 PEERS = {
     "DeepSpeed": Peer(
-        "deepspeed",
-        "deepspeed.ops.adam",
-        lambda module, params, work: module.DeepSpeedCPUAdam(
-            params, **ADAMW, fp32_optimizer_states=work.state_dtype is not None
-        ),
+        "deepspeed", "deepspeed.ops.adam", "DeepSpeedCPUAdam",
         BESIDE_PEERS,  # with MASTER, copies to and from masters, as DeepSpeed's engine does
+        options=lambda work: {"fp32_optimizer_states": work.state_dtype is not None},
         devices=["cpu"],
     ),
     "flashoptim": Peer(
-        "flashoptim",
-        "flashoptim",
-        lambda module, params, work: module.FlashAdamW(
-            params,
-            **ADAMW,
-            quantize=work.state_dtype == "8bit",
-            master_weight_bits={"split": 32, "split8": 24}.get(work.masters),
-        ),
-        [FP32, NARROW, *LOW_MEMORY],
-        devices=["cuda"],
+        "flashoptim", "flashoptim", "FlashAdamW", [FP32, NARROW, *LOW_MEMORY],
+        options=flashoptim_options, devices=["cuda"],
     ),
-    "bitsandbytes": Peer(
-        "bitsandbytes",
-        "bitsandbytes",
-        lambda module, params, work: module.optim.AdamW(params, **ADAMW),
-        [FP32, WIDE],
-    ),
+    "bitsandbytes": Peer("bitsandbytes", "bitsandbytes.optim", "AdamW", [FP32, WIDE]),
     "torchao": Peer(
-        "torchao",
-        "torchao.optim",
-        lambda module, params, work: module._AdamW(
-            params, **ADAMW, bf16_stochastic_round=work.has_masters
-        ),
-        [FP32, NARROW],
+        "torchao", "torchao.optim", "_AdamW", [FP32, NARROW],
         [MASTER],  # uses stochastic rounding instead of a master
+        lambda work: {"bf16_stochastic_round": work.has_masters},
     ),
     "optimi": Peer(
-        "torch-optimi",
-        "optimi",
-        lambda module, params, work: module.AdamW(params, **ADAMW, kahan_sum=work.has_masters),
-        [FP32, NARROW],
+        "torch-optimi", "optimi", "AdamW", [FP32, NARROW],
         [MASTER],  # uses Kahan summation in bf16 instead of a master
+        lambda work: {"kahan_sum": work.has_masters},
     ),
     "heavyball": Peer(
-        "heavyball",
-        "heavyball",
-        lambda module, params, work: module.AdamW(
-            params,
-            **ADAMW,
-            storage_dtype="float32" if work.state_dtype == torch.float32 else "bfloat16",
-            consume_grad=False,
-        ),
-        [FP32],
+        "heavyball", "heavyball", "AdamW", [FP32],
         [NARROW],  # uses stochastic rounding
+        heavyball_options,
     ),
     "bnb 8-bit": Peer(
-        "bitsandbytes",
-        "bitsandbytes",
-        lambda module, params, work: module.optim.AdamW8bit(params, **ADAMW),
-        [FP32_8BIT],
-        [NARROW],
+        "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", [FP32_8BIT], [NARROW]
     ),
     "torchao 8-bit": Peer(
-        "torchao",
-        "torchao.optim",
-        lambda module, params, work: module.AdamW8bit(
-            params, **ADAMW, bf16_stochastic_round=work.masters == "split8"
-        ),
-        [FP32_8BIT],
+        "torchao", "torchao.optim", "AdamW8bit", [FP32_8BIT],
         [NARROW, SPLIT8],  # uses stochastic rounding instead of a master
+        lambda work: {"bf16_stochastic_round": work.masters == "split8"},
     ),
-}
+}  # fmt: skip
 
 
 def find(peer: Peer) -> tuple[str, str | None]:
@@ -174,16 +161,6 @@ def find(peer: Peer) -> tuple[str, str | None]:
         return importlib.metadata.version(peer.distribution), None
     except Exception as error:
         return "", reason(error)
-
-
-def reason(error: BaseException | None) -> str:
-    """Returns the first line of an error, and of each error that caused it."""
-    texts = []
-    while error is not None:
-        line = str(error).strip().partition("\n")[0]
-        texts.append(f"{type(error).__name__}: {line}" if line else type(error).__name__)
-        error = error.__cause__
-    return ", from ".join(texts)
 
 
 def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
@@ -209,22 +186,9 @@ def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
     if peer is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, **ADAMW, fused=True)
     else:
-        optimizer = peer.make(importlib.import_module(peer.module), stepped, work)
+        optimizer = peer.make(stepped, work)
     step = scaled(work, stepped, optimizer)
     return Program(params, optimizer, buffered(params, stepped, step) if in_loop else step)
-
-
-def buffered(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
-    """Returns a step of float32 masters that copies gradients and parameters by foreach calls."""
-    for master in masters:
-        master.grad = torch.empty_like(master)
-
-    def step() -> None:
-        torch._foreach_copy_([m.grad for m in masters], [p.grad for p in params])
-        step_masters()
-        torch._foreach_copy_([p.detach() for p in params], [m.detach() for m in masters])
-
-    return step
 
 
 # Comparison of each side with AdamW in float64.
@@ -362,52 +326,37 @@ def measure_all(
     Returns:
         A dict with ``surroundings`` (hardware and versions); ``methods`` from :func:`compare`;
         ``rows`` from ``measure_row``, each with the sides that do other work as ``unequal``;
-        ``left_out``, the sides and rows without a result, with reasons; and ``failed`` rows.
+        ``left_out``, the sides and rows without a result, and ``failed`` rows, with reasons.
     """
-    begin, longest = time.monotonic(), 0.0
-    about = describe(device)
     found = {side: find(peer) for side, peer in PEERS.items() if device.type in peer.devices}
     versions = {
         PEERS[side].distribution: version for side, (version, why) in found.items() if not why
     }
-    about += [", ".join(f"{name} {version}" for name, version in versions.items())] * bool(versions)
-    left_out = [f"{side}: {why}" for side, (_, why) in found.items() if why]
-    every: list[dict[str, Any]] = []
-    measured: list[dict[str, Any]] = []
-    failed: list[str] = []
-    result = {"surroundings": about, "methods": every, "rows": measured}
-    result |= {"left_out": left_out, "failed": failed}
+    result = new_result(device, methods=[], rows=[])
+    left_out = result["left_out"]
+    if versions:
+        result["surroundings"].append(", ".join(map(" ".join, versions.items())))
+    left_out += [f"{side}: {why}" for side, (_, why) in found.items() if why]
     methods: dict[Work, list[dict[str, Any]]] = {}
     streaming, sweep = make_streaming(device), torch.ones(SWEEP_ELEMENTS)
-    for work, shapes, cold in rows:
-        name, start = row_name(work, shapes), time.monotonic()
-        if start - begin + longest > limit:
-            left_out.append(f"{name}: not begun, for the {limit:g} s are used up")
-            continue
-        print(f"{name} ({start - begin:.0f} s so far)", file=sys.stderr)
-        try:
-            if work not in methods:
-                methods[work] = [
-                    compare(side, work, device) for side in all_sides(work, device, found)
-                ]
-                every += methods[work]
-                left_out += [
-                    f"{m['side']} in {work.name}: {m['why']}" for m in methods[work] if m["why"]
-                ]
-            programs = make_programs(work, shapes, methods[work], device, left_out)
-            run = functools.partial(run_times, seconds=seconds)
-            if cold:
-                run = functools.partial(cold_times, sweep=sweep.sum, seconds=seconds)
-            row = measure_row(work, shapes, programs, streaming, run)
-            unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
-            measured.append({**row, "unequal": unequal})
-        except Exception as error:  # goes on with the other rows
-            left_out.append(f"{name}: {reason(error)}")
-            failed.append(name)
-        programs = {}
-        gc.collect()  # frees the optimizers, which are in reference cycles
-        store(result)
-        longest = max(longest, time.monotonic() - start)
+
+    def measure(work: Work, shapes: ShapeList, cold: bool) -> None:
+        if work not in methods:
+            methods[work] = [compare(side, work, device) for side in all_sides(work, device, found)]
+            result["methods"] += methods[work]
+            for method in methods[work]:
+                if method["why"]:
+                    left_out.append(f"{method['side']} in {work.name}: {method['why']}")
+        programs = make_programs(work, shapes, methods[work], device, left_out)
+        run = functools.partial(run_times, seconds=seconds)
+        if cold:
+            run = functools.partial(cold_times, sweep=sweep.sum, seconds=seconds)
+        row = measure_row(work, shapes, programs, streaming, run)
+        unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
+        result["rows"].append({**row, "unequal": unequal})
+
+    runs = ((row_name(*row[:2]), functools.partial(measure, *row)) for row in rows)
+    run_each(runs, result, limit, store)
     return result
 
 
@@ -464,14 +413,13 @@ def markdown(result: dict[str, Any]) -> str:
             text = f"{method['deviation']:.1g} off{' ≈' * (not method['same'])}"
             distances = sections.setdefault("Distance from float64", {})
             distances.setdefault(method["side"], {}).setdefault(kind(method), text)
-    lines = [f"{'; '.join(result['surroundings'])}. {NOTE}", ""]
-    lines += ["| | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
+    table = [["", *kinds]]
     for title, sides in sections.items():
-        lines.append(f"| **{title}** |" + " |" * len(kinds))
+        table.append([f"**{title}**", *("" for _ in kinds)])
         for side, texts in sides.items():
-            cells = " | ".join(texts.get(kind, "") for kind in kinds)
-            lines.append(f"| {SIDES.get(side, side)} | {cells} |")
-    return "\n".join([*lines, "", *(f"* left out: {line}" for line in result["left_out"])])
+            table.append([SIDES.get(side, side), *(texts.get(kind, "") for kind in kinds)])
+    about = f"{'; '.join(result['surroundings'])}. {NOTE}"
+    return "\n".join([about, "", *markdown_rows(table), "", *notes(result)])
 
 
 def kind(row: dict[str, Any]) -> str:
@@ -491,21 +439,12 @@ def cell(row: dict[str, Any], side: str) -> str:
     return f"{time} · {digits(row['ratios'][side])}{' ≈' * (side in row['unequal'])}"
 
 
-def digits(value: float) -> str:
-    """Formats a positive number with three significant digits, or as an integer from 1,000 on."""
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the chosen rows, prints the table, and writes the files of ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="large tensors, the smallest model")
     parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
-    parser.add_argument("--out", type=Path, help="takes peers.json, peers.md and peers.png")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="no row begins that may end after these"
-    )
+    add_files(parser, "peers")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     rows = [
@@ -515,23 +454,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not rows:
         parser.error(f"--filter {options.filter!r} matches no row")
+    seconds = 0.05 if options.quick or options.device == "cuda" else 0.15
 
-    def store(result: dict[str, Any]) -> None:
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "peers.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / "peers.md").write_text(markdown(result) + "\n")
+    def run(store: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        with contextlib.redirect_stdout(sys.stderr):  # keeps messages of packages out of the table
+            return measure_all(rows, seconds, device, options.seconds, store)
 
-    with contextlib.redirect_stdout(sys.stderr):  # keeps messages of packages out of the table
-        seconds = 0.05 if options.quick or options.device == "cuda" else 0.15
-        result = measure_all(rows, seconds, device, options.seconds, store)
-    store(result)  # now includes the rows that were not started
-    print(markdown(result))
-    if options.out and result["rows"]:
-        from plot import draw
-
-        draw(result, options.out / "peers.png")
-    return 1 if result["failed"] or not result["rows"] else 0
+    return run_and_store("peers", options.out, run, markdown)
 
 
 if __name__ == "__main__":

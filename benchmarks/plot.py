@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from common import BLUE, LIGHT_BLUE, ORANGE, RED, digits, save, summarize
 
 from amp_ext.bench.work import SIDES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Colours are safe for colour-blind readers.
 COLOURS = {
-    "ours": "#004D7A",
-    "fused": "#56B4E9",
+    "ours": BLUE,
+    "fused": LIGHT_BLUE,
     "default": "#B8BEC6",
     "foreach": "#8A9099",
-    "by_hand": "#E69F00",
+    "by_hand": ORANGE,
     "buffered": "#F5D08A",
     "in_float32": "#7FA8C9",
     "swa_utils": "#44AA99",
-    "DeepSpeed": "#D55E00",
+    "DeepSpeed": RED,
     "bitsandbytes": "#009E73",
     "torchao": "#CC79A7",
     "optimi": "#0072B2",
@@ -70,9 +70,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             draw_bars(axes, rows)
             axes.set_ylim(tallest - 0.5, -1)  # makes the bars of all panels equally high
         axes.set_title(shapes, fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="y", length=0, labelsize=8)
-        axes.tick_params(axis="x", labelsize=8)
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(labelsize=8)
     sides = dict.fromkeys(side for row in result["rows"] for side in row["sides"])
     handles = [
         plt.Rectangle((0, 0), 1, 1, color=COLOURS[side], label=SIDES.get(side, side))
@@ -80,15 +79,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2 * across, frameon=False)
     figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, 130)
 
 
 def draw_training(result: dict[str, Any], path: Path) -> None:
     """Draws training rate, update time, memory and loss of all sides, in a row for each model."""
-    from peers import digits
-    from training import summarize
-
     rows = summarize(result["runs"])
     models = list(dict.fromkeys(row["model"] for row in rows))
     size = (15, 0.5 + 3.4 * len(models))
@@ -125,13 +120,11 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
         rate.set_yticks(places, names)
         rate.invert_yaxis()
         for axes in (rate, update, memory, loss):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(axis="both", labelsize=8)
+            axes.tick_params(labelsize=8)
             axes.tick_params(axis="y", length=0)
             axes.margins(x=0.2)
     figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:

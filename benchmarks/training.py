@@ -18,29 +18,36 @@ with released gradients updates during the backward pass, so compare its trainin
 
 from __future__ import annotations
 
-import argparse
 import functools
-import gc
 import itertools
-import json
 import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import (
+    add_files,
+    buffered,
+    digits,
+    make_parser,
+    markdown_rows,
+    new_result,
+    notes,
+    run_and_store,
+    run_each,
+    states_of,
+    summarize,
+)
 from offload import make_transport
-from peers import buffered, digits
 from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 import amp_ext
-from amp_ext.bench.measure import describe
 from amp_ext.optim.offload import OffloadedStates
 
 MAX_NORM = 1.0
@@ -75,24 +82,6 @@ TINY = Sizes(
 )  # fmt: skip
 
 
-class Block(nn.Module):
-    """A transformer block: causal attention, then a two-layer MLP on each token."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
-
-
 class GPT(nn.Module):
     """Predicts the next token. The head is not tied to the embedding.
 
@@ -102,17 +91,26 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.token = nn.Embedding(sizes.tokens, sizes.width)
-        self.position = nn.Embedding(sizes.context, sizes.width)
-        blocks = [Block(sizes.width, sizes.heads) for _ in range(sizes.layers)]
-        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(sizes.width))
-        self.head = nn.Linear(sizes.width, sizes.tokens, bias=False)
+        width = sizes.width
+        self.token = nn.Embedding(sizes.tokens, width)
+        self.position = nn.Embedding(sizes.context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, sizes.heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(sizes.layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, sizes.tokens, bias=False)
         for weight in (self.token.weight, self.position.weight, self.head.weight):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = self.position.weight[: tokens.shape[1]]
-        return self.head(self.blocks(self.token(tokens) + positions)).flatten(0, 1)
+        length = tokens.shape[1]
+        x = self.token(tokens) + self.position.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, x.device, x.dtype)
+        for block in self.blocks:
+            x = block(x, mask, is_causal=True)
+        return self.head(self.norm(x)).flatten(0, 1)
 
 
 class Residual(nn.Module):
@@ -323,13 +321,11 @@ class Loop:
 
         Offloaded states and the host copies of parameters count, too.
         """
-        tensors: list[Tensor] = []
-        for param in [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]:
-            tensors += [param] if param.grad is None else [param, param.grad]
+        tensors = [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]
+        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
         if self.offload is not None:
             tensors += [self.offload.host_of(param) for param in params]
-        for state in self.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        tensors += states_of(self.optimizer)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
@@ -420,101 +416,49 @@ def train_all(
         A dict with ``surroundings`` (hardware and versions); ``runs``, the results of
         :func:`train`; and the runs that were ``left_out`` or ``failed``, with reasons.
     """
-    begin, longest = time.monotonic(), dict.fromkeys(TASKS, 0.0)
-    runs: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"surroundings": describe(device), "runs": runs}
-    result |= {"left_out": [], "failed": []}
-    for seed in range(SEEDS):
-        for name, side in chosen:
-            title = f"{name}, {side.group}: {side.name}, seed {seed}"
-            start = time.monotonic()
-            if start - begin + longest[name] > limit:
-                result["left_out"].append(f"{title}: the {limit:g} s are used up")
-                continue
-            print(f"{title} ({start - begin:.0f} s so far)", file=sys.stderr, flush=True)
-            try:
-                runs.append(train(name, side, seed, sizes, device))
-            except Exception as error:  # goes on with the other runs
-                lines = str(error).splitlines() or [""]
-                result["failed"].append(f"{title}: {type(error).__name__}: {lines[0]}")
-            gc.collect()  # frees the optimizers, which are in reference cycles
-            longest[name] = max(longest[name], time.monotonic() - start)
-            store(result)
+    result = new_result(device, runs=[])
+
+    def run(name: str, side: Side, seed: int) -> None:
+        result["runs"].append(train(name, side, seed, sizes, device))
+
+    runs = (
+        (
+            f"{name}, {side.group}: {side.name}, seed {seed}",
+            functools.partial(run, name, side, seed),
+        )
+        for seed in range(SEEDS)
+        for name, side in chosen
+    )
+    run_each(runs, result, limit, store)
     return result
-
-
-def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summarizes the seeds of each model and side: median rates and times, and mean losses.
-
-    The loss of a run is the mean over its last tenth of steps. ``faster`` and ``update_faster`` are
-    the times of torch's side in the same group, divided by those of this side. ``difference`` is
-    the loss minus that of torch's run with the same seed: mean and deviation over the seeds.
-    """
-    of_sides: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        of_sides.setdefault((run["model"], run["group"], run["side"]), []).append(run)
-    rows: list[dict[str, Any]] = []
-    for (model, group, side), seeds in of_sides.items():
-        tails = [run["losses"][-max(1, len(run["losses"]) // 10) :] for run in seeds]
-        losses = dict(
-            zip((run["seed"] for run in seeds), map(statistics.fmean, tails), strict=True)
-        )
-        row = {"model": model, "group": group, "side": side, "seeds": len(seeds)}
-        for figure in ("rate", "step_ms", "update_ms"):
-            row[figure] = statistics.median(run[figure] for run in seeds)
-        for figure in ("parameters", "tensors", "unit", "bytes_kept", "peak_bytes"):
-            row[figure] = seeds[0][figure]
-        row["losses"] = losses
-        row["loss"], row["spread"] = mean_and_spread(losses.values())
-        torchs = [r for r in (*rows, row) if (r["model"], r["group"]) == (model, group)]
-        torchs = [r for r in torchs if r["side"].startswith("torch")]
-        row["faster"] = row["rate"] / torchs[0]["rate"] if torchs else None
-        row["update_faster"] = torchs[0]["update_ms"] / row["update_ms"] if torchs else None
-        base = torchs[0]["losses"] if torchs else {}
-        row["difference"] = mean_and_spread(
-            loss - base[seed] for seed, loss in losses.items() if seed in base
-        )
-        rows.append(row)
-    return rows
-
-
-def mean_and_spread(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """Returns mean and standard deviation; each is None if there are too few values for it."""
-    known = list(values)
-    mean = statistics.fmean(known) if known else None
-    return mean, statistics.stdev(known) if len(known) > 1 else None
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Formats a table for each model, in Markdown."""
-    rows = summarize(result["runs"])
+    rows = sorted(summarize(result["runs"]), key=lambda row: row["model"])
     lines = ["; ".join(result["surroundings"])]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
-        first = of_model[0]
+    for model, of_model in itertools.groupby(rows, lambda row: row["model"]):
+        first, *others = of_model
         about = f"{first['parameters'] / 1e6:.4g}M parameters in {first['tensors']} tensors"
-        lines += ["", f"{model}, {about}:", ""]
-        lines.append(
-            f"| | {first['unit']}/s | ÷ torch's | update, ms | torch's ÷ | "
-            "kept between steps, MB | peak, MB | loss | minus torch's |"
-        )
-        lines.append("|---|---|---|---|---|---|---|---|---|")
-        for row in of_model:
-            cells = [
+        table = [[
+            "", f"{first['unit']}/s", "÷ torch's", "update, ms", "torch's ÷",
+            "kept between steps, MB", "peak, MB", "loss", "minus torch's",
+        ]]  # fmt: skip
+        for row in (first, *others):
+            peak, is_torch = row["peak_bytes"], row["side"].startswith("torch")
+            table.append([
                 f"{row['group']}: {row['side']}",
                 digits(row["rate"]),
                 show((row["faster"], None), ".2f"),
                 digits(row["update_ms"]),
                 show((row["update_faster"], None), ".2f"),
                 digits(row["bytes_kept"] / 1e6),
-                "" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 1e6),
+                "" if peak is None else digits(peak / 1e6),
                 show((row["loss"], row["spread"]), ".3f"),
-                "" if row["side"].startswith("torch") else show(row["difference"], "+.4f"),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    notes = [f"* left out: {line}" for line in result["left_out"]]
-    notes += [f"* failed: {line}" for line in result["failed"]]
-    return "\n".join([*lines, "", *notes])
+                "" if is_torch else show(row["difference"], "+.4f"),
+            ])  # fmt: skip
+        lines += ["", f"{model}, {about}:", "", *markdown_rows(table)]
+    return "\n".join([*lines, "", *notes(result)])
 
 
 def show(figure: tuple[float | None, float | None], form: str) -> str:
@@ -527,35 +471,18 @@ def show(figure: tuple[float | None, float | None], form: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, prints the tables, and writes the files of ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models and 16 steps")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="no run begins that may end after these"
-    )
     parser.add_argument("--sides", default="", help="a pattern: only the sides with such names")
-    parser.add_argument("--out", type=Path, help="takes training.json, training.md, training.png")
+    add_files(parser, "training")
     options = parser.parse_args(arguments)
-
-    def store(result: dict[str, Any]) -> None:
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            (options.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-            (options.out / "training.md").write_text(markdown(result) + "\n")
-
     sides = [side for side in SIDES if re.search(options.sides, side.name)]
     chosen = [(name, side) for name in TASKS for side in sides]
     sizes, device = TINY if options.tiny else FULL, torch.device(options.device)
     if options.tiny:
         torch.set_num_threads(1)  # more threads gain nothing with such small tensors
-    result = train_all(chosen, sizes, device, options.seconds, store)
-    store(result)  # now includes the runs that were not started
-    print(markdown(result))
-    if options.out and result["runs"]:
-        from plot import draw
-
-        draw(result, options.out / "training.png")
-    return 1 if result["failed"] or not result["runs"] else 0
+    run = functools.partial(train_all, chosen, sizes, device, options.seconds)
+    return run_and_store("training", options.out, run, markdown)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+import common
 import gradient_release
 import plot
 import training
@@ -105,7 +106,7 @@ def test_a_run_that_fails_leaves_the_others_and_none_begins_too_late(monkeypatch
         return train(name, side, *rest)
 
     monkeypatch.setattr(training, "train", failing)
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(common.time, "monotonic", lambda: next(times))
     stored: list[int] = []
     # The three runs of the first seed begin at 10, 30 and 50 and last for 10.
     result = training.train_all(
