@@ -28,7 +28,7 @@ BLUE, LIGHT_BLUE, ORANGE, RED = "#004D7A", "#56B4E9", "#E69F00", "#D55E00"
 REASONS = ("left_out", "failed")  # lists of runs without a result
 
 
-def in_turns(timed: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def in_turns(timed: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, float]:
     """Calls each function once per round, and returns the least time of each."""
     times = [[call() for call in timed.values()] for _ in range(rounds)]
     return dict(zip(timed, map(min, zip(*times, strict=True)), strict=True))

@@ -19,6 +19,7 @@ import timeit
 from collections.abc import Callable, Sequence
 
 import torch
+from common import in_turns
 from torch.nn import Parameter
 
 import amp_ext
@@ -76,10 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scaled in (False, True):
             released = backward_of(count, released=True, scaled=scaled)
             sides = [released, backward_of(count, released=False, scaled=scaled), step_of_torch()]
-            turns = [[side() for side in sides] for _ in range(rounds)]
-            best = [min(times) for times in zip(*turns, strict=True)]
-            hook = best[0] - best[1]
-            figures = (1e6 * hook, 1e6 * best[2], hook / best[2])
+            best, plain, torchs = in_turns(dict(enumerate(sides)), rounds).values()
+            hook = best - plain
+            figures = (1e6 * hook, 1e6 * torchs, hook / torchs)
             rows.append([str(count), "yes" if scaled else "no", *(f"{x:.2f}" for x in figures)])
     print(format_table(rows, left=(1,)))
     return 0

@@ -23,20 +23,18 @@ def scales(decades: float, generator: torch.Generator) -> Tensor:
     return 10 ** (decades * (torch.rand(SHAPE, generator=generator) - 0.5) - 3)
 
 
-def noise(steps: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(steps, *SHAPE, generator=generator)
+def noise(decades: float, steps: int, generator: torch.Generator) -> Tensor:
+    """Generates gradients of mean 0, whose magnitudes are spread over ``decades``."""
+    return torch.randn(steps, *SHAPE, generator=generator) * scales(decades, generator)
 
 
-def falling(decades: float, steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients that shrink tenfold halfway, as they do at the end of a warm-up."""
-    factor = torch.where(torch.arange(steps) < steps // 2, 1.0, 0.1).view(-1, 1, 1)
-    return noise(steps, generator) * scales(decades, generator) * factor
+def falling(decades: float, factor: float, steps: int, generator: torch.Generator) -> Tensor:
+    """Generates gradients that are multiplied by ``factor`` halfway.
 
-
-def ending(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients that become zero halfway, like those of a layer no longer used."""
-    gradients = noise(steps, generator) * scales(0.5, generator)
-    gradients[steps // 2 :] = 0
+    They shrink at the end of a warm-up, and become zero in a layer that is no longer used.
+    """
+    gradients = noise(decades, steps, generator)
+    gradients[steps // 2 :] *= factor
     return gradients
 
 
@@ -44,14 +42,14 @@ def leaning(steps: int, generator: torch.Generator) -> Tensor:
     """Generates gradients whose mean is as large as their noise, as happens far from a minimum."""
     sizes = scales(0.5, generator)
     side = torch.randn(SHAPE, generator=generator).sign()
-    return (noise(steps, generator) + side) * sizes
+    return (torch.randn(steps, *SHAPE, generator=generator) + side) * sizes
 
 
 def permuted(steps: int, generator: torch.Generator) -> Tensor:
     """Generates gradients whose magnitudes change places halfway, within each row."""
     before = scales(1.5, generator)
     order = torch.rand(SHAPE, generator=generator).argsort(dim=1)
-    gradients = noise(steps, generator)
+    gradients = torch.randn(steps, *SHAPE, generator=generator)
     gradients[: steps // 2] *= before
     gradients[steps // 2 :] *= before.gather(1, order)
     return gradients
@@ -59,27 +57,26 @@ def permuted(steps: int, generator: torch.Generator) -> Tensor:
 
 def tiny(steps: int, generator: torch.Generator) -> Tensor:
     """Generates gradients with magnitudes around 1e-6, spread over one decade."""
-    return noise(steps, generator) * scales(1.0, generator) * 1e-3
+    return noise(1.0, steps, generator) * 1e-3
 
 
 def sparse(period: int, steps: int, generator: torch.Generator) -> Tensor:
     """Generates gradients like an embedding's: each row is nonzero once per ``period`` steps."""
     turn = torch.arange(SHAPE[0]) * period // SHAPE[0]
     is_seen = torch.arange(steps).view(-1, 1) % period == turn
-    return noise(steps, generator) * scales(0.5, generator) * is_seen.unsqueeze(-1)
+    return noise(0.5, steps, generator) * is_seen.unsqueeze(-1)
 
 
-class CharacterModel(nn.Module):
-    """Predicts a character from the two before it, by an embedding and two linear layers."""
-
-    def __init__(self, characters: int = 48, width: int = 32) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(characters, width)
-        self.hidden = nn.Linear(2 * width, width, bias=False)
-        self.output = nn.Linear(width, characters, bias=False)
-
-    def forward(self, context: Tensor) -> Tensor:
-        return self.output(F.gelu(self.hidden(self.embedding(context).flatten(1))))
+def make_model(characters: int = 48, width: int = 32) -> nn.Module:
+    """Returns a model that predicts a character from the two before it."""
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Embedding(characters, width),
+        nn.Flatten(),
+        nn.Linear(2 * width, width, bias=False),
+        nn.GELU(),
+        nn.Linear(width, characters, bias=False),
+    )
 
 
 def text(generator: torch.Generator, length: int = 20000, characters: int = 48) -> Tensor:
@@ -97,8 +94,7 @@ def text(generator: torch.Generator, length: int = 20000, characters: int = 48) 
 def of_model(steps: int, generator: torch.Generator) -> Tensor:
     """Records the gradients of a small network while it is trained."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = CharacterModel()
+        model = make_model()
     characters = text(generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -115,9 +111,9 @@ def of_model(steps: int, generator: torch.Generator) -> Tensor:
 
 
 STREAMS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "two decades": functools.partial(falling, 2.0),
-    "half a decade": functools.partial(falling, 0.5),
-    "ending": ending,
+    "two decades": functools.partial(falling, 2.0, 0.1),
+    "half a decade": functools.partial(falling, 0.5, 0.1),
+    "ending": functools.partial(falling, 0.5, 0.0),
     "leaning": leaning,
     "permuted": permuted,
     "tiny": tiny,

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from common import BLUE, LIGHT_BLUE, ORANGE, save
 from torch import Tensor, nn
 
 from amp_ext.optim import AdamW
@@ -23,20 +26,15 @@ from amp_ext.optim import AdamW
 FIGURE = Path(__file__).resolve().parents[1] / "docs" / "rounding_apart.png"
 STEPS, EVERY = 3000, 10
 WIDTH, DEPTH = 32, 6
+MOVED = "torch, weights moved by one unit in the last place"
 # Maps the label of a run to its optimizer, whether its initial weights are moved by one unit in the
 # last place, and its colour.
-RUNS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool, str]] = {
-    "amp_ext": (lambda params: AdamW(params, lr=3e-3), False, "#004D7A"),
-    "torch, fused=True": (
-        lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True),
-        False,
-        "#56B4E9",
-    ),
-    "torch, weights moved by one unit in the last place": (
-        lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False),
-        True,
-        "#E69F00",
-    ),
+Make = Callable[[Any], torch.optim.Optimizer]
+by_torch = partial(torch.optim.AdamW, lr=3e-3)
+RUNS: dict[str, tuple[Make, bool, str]] = {
+    "amp_ext": (partial(AdamW, lr=3e-3), False, BLUE),
+    "torch, fused=True": (partial(by_torch, fused=True), False, LIGHT_BLUE),
+    MOVED: (partial(by_torch, foreach=False), True, ORANGE),
 }
 
 
@@ -47,9 +45,7 @@ class Run(NamedTuple):
     losses: list[float]
 
 
-def trained(
-    make: Callable[[Any], torch.optim.Optimizer], is_moved: bool = False, steps: int = STEPS
-) -> Run:
+def trained(make: Make, is_moved: bool = False, steps: int = STEPS) -> Run:
     """Trains the network; every call has the same initial weights and the same batches."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
@@ -93,21 +89,18 @@ def draw(reference: Run, runs: dict[str, Run], path: Path) -> None:
     right.set(title="loss, mean of 200 steps", xlabel="step")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def smoothed(losses: list[float]) -> list[float]:
     span = 200 // EVERY
-    windows = [losses[max(0, end - span) : end] for end in range(1, len(losses) + 1)]
-    return [sum(window) / len(window) for window in windows]
+    return [fmean(losses[max(0, end - span) : end]) for end in range(1, len(losses) + 1)]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    reference = trained(lambda params: torch.optim.AdamW(params, lr=3e-3, foreach=False))
+    reference = trained(RUNS[MOVED][0])
     runs = {name: trained(make, is_moved) for name, (make, is_moved, _) in RUNS.items()}
     for name, run in runs.items():
         found = distances(run, reference)

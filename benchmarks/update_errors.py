@@ -9,9 +9,10 @@ of a few seconds suffices. `tests/programs/test_update_errors.py` checks bounds 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from gradient_streams import STREAMS, gradients
@@ -23,18 +24,6 @@ from amp_ext.optim.fused_optimizer import FusedOptimizer
 BETAS = (0.9, 0.999)
 # The first updates are excluded, because their bias correction is large.
 FIRST_STEPS = 10
-
-
-class Scheme(Protocol):
-    """An optimizer that returns its updates instead of applying them.
-
-    ``second_moment`` is the stored second moment as float64, or None if the optimizer has none.
-    """
-
-    second_moment: Tensor | None
-
-    def step(self, grad: Tensor) -> Tensor:
-        """Takes one gradient and returns the update, divided by the learning rate."""
 
 
 @dataclasses.dataclass
@@ -58,10 +47,11 @@ class Errors:
     spread: float = math.nan
 
 
-def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> dict[str, Errors]:
+def shadow_run(
+    gradients: Tensor, exact: OptimizerScheme, schemes: dict[str, OptimizerScheme]
+) -> dict[str, Errors]:
     """Feeds ``gradients``, [steps, rows, columns], to all schemes and compares with ``exact``."""
-    squares = dict.fromkeys(schemes, 0.0)
-    largest = dict.fromkeys(schemes, 0.0)
+    found = {name: Errors(0.0, 0.0, 0.0) for name in schemes}
     strayed = dict.fromkeys(schemes, torch.zeros(gradients.shape[1:]).double())
     exact_squares, way = 0.0, torch.zeros(gradients.shape[1:]).double()
     for index, grad in enumerate(gradients):
@@ -71,43 +61,36 @@ def shadow_run(gradients: Tensor, exact: Scheme, schemes: dict[str, Scheme]) -> 
             continue
         exact_squares += wanted.square().sum().item()
         way = way + wanted
-        for name, update in updates.items():
-            difference = update.double() - wanted
-            squares[name] += difference.square().sum().item()
-            largest[name] = max(largest[name], difference.abs().max().item())
+        for name, errors in found.items():
+            difference = updates[name].double() - wanted
+            errors.update += difference.square().sum().item()
+            errors.largest = max(errors.largest, difference.abs().max().item())
             strayed[name] = strayed[name] + difference
-    return {
-        name: Errors(
-            math.sqrt(squares[name] / exact_squares),
-            largest[name],
-            (strayed[name].norm() / way.norm()).item(),
-            *error_of_root(scheme.second_moment, exact.second_moment),
-        )
-        for name, scheme in schemes.items()
-    }
+    for name, errors in found.items():
+        errors.update = math.sqrt(errors.update / exact_squares)
+        errors.way = (strayed[name].norm() / way.norm()).item()
+        moment = schemes[name].second_moment
+        if moment is not None:
+            both = (moment > 0) & (exact.second_moment > 0)
+            error = (moment[both] / exact.second_moment[both]).log() / 2
+            errors.bias, errors.spread = error.mean().item(), error.std().item()
+    return found
 
 
-def error_of_root(moment: Tensor | None, exact: Tensor | None) -> list[float]:
-    """Returns mean and standard deviation of ln sqrt(moment / exact) over positive elements."""
-    if moment is None or exact is None:
-        return []
-    both = (moment > 0) & (exact > 0)
-    error = (moment.double()[both] / exact[both]).log() / 2
-    return [error.mean().item(), error.std().item()]
-
-
-class Lion64:
+class Lion64(torch.optim.Optimizer):
     """Lion in float64, which torch does not have."""
 
-    second_moment = None
+    def __init__(self, params: list[Tensor], lr: float = 1.0, beta2: float = 0.99) -> None:
+        super().__init__(params, {"lr": lr, "beta2": beta2})
+        self.exp_avg = torch.zeros_like(params[0])
 
-    def __init__(self, shape: torch.Size, beta2: float = 0.99) -> None:
-        self.exp_avg, self.beta2 = torch.zeros(shape).double(), beta2
-
-    def step(self, grad: Tensor) -> Tensor:
-        update = (self.exp_avg * BETAS[0] + grad * (1 - BETAS[0])).sign()
-        self.exp_avg = self.exp_avg * self.beta2 + grad * (1 - self.beta2)
-        return update
+    @torch.no_grad()
+    def step(self) -> None:
+        (group,) = self.param_groups
+        (param,) = group["params"]
+        update = self.exp_avg * BETAS[0] + param.grad * (1 - BETAS[0])
+        param -= group["lr"] * update.sign()
+        self.exp_avg.lerp_(param.grad, 1 - group["beta2"])
 
 
 class OptimizerScheme:
@@ -149,44 +132,39 @@ class OptimizerScheme:
         return None if moment is None else moment.double()
 
 
-def exact_adamw(shape: torch.Size, **options: Any) -> Scheme:
-    """Returns torch's AdamW in float64, without weight decay."""
-    return OptimizerScheme(torch.optim.AdamW, shape, torch.float64, weight_decay=0.0, **options)
+exact = functools.partial(OptimizerScheme, dtype=torch.float64)
+exact_adamw = functools.partial(exact, torch.optim.AdamW, weight_decay=0.0)
+exact_sgd = functools.partial(exact, torch.optim.SGD)
+exact_lion = functools.partial(exact, Lion64)
 
-
-def exact_sgd(shape: torch.Size, momentum: float) -> Scheme:
-    """Returns torch's SGD in float64."""
-    return OptimizerScheme(torch.optim.SGD, shape, torch.float64, momentum=momentum)
+ADAMW = {"weight_decay": 0.0}
+#: Maps a title to our optimizer, the exact one, and the options of both.
+ROWS: dict[str, tuple[Any, Callable[..., OptimizerScheme], dict[str, Any]]] = {
+    "AdamW 0.999": (optim.AdamW, exact_adamw, ADAMW | {"betas": BETAS}),
+    "AdamW 0.95": (optim.AdamW, exact_adamw, ADAMW | {"betas": (0.9, 0.95)}),
+    "amsgrad": (optim.AdamW, exact_adamw, ADAMW | {"amsgrad": True}),
+    "SGD 0.99": (optim.SGD, exact_sgd, {"momentum": 0.99}),
+    "Lion 0.99": (optim.Lion, exact_lion, {}),
+}
 
 
 def print_errors_of_optimizers() -> None:
     """Prints the errors of our optimizers with bfloat16 states, for both ways of rounding."""
-
-    def run(name: str, kind: Any, exact: Scheme, stream: Tensor, **options: Any) -> None:
-        options["state_dtype"] = torch.bfloat16
-        schemes: dict[str, Scheme] = {
-            rounding: OptimizerScheme(kind, stream.shape[1:], rounding=rounding, **options)
-            for rounding in ("dither", "nearest")
-        }
-        for rounding, errors in shadow_run(stream, exact, schemes).items():
-            bias = "" if math.isnan(errors.bias) else f"  ln sqrt(v) {errors.bias:+.4f}"
-            print(
-                f"{name:26} {rounding:8} update {errors.update:7.2%}  largest {errors.largest:5.2f}"
-                f"  way {errors.way:7.2%}{bias}"
-            )
-
     for name in STREAMS:
         stream = gradients(name)
         shape = stream.shape[1:]
-        for betas in (BETAS, (0.9, 0.95)):
-            options = {"betas": betas, "weight_decay": 0.0}
-            title = f"AdamW {betas[1]}, {name}"
-            run(title, optim.AdamW, exact_adamw(shape, betas=betas), stream, **options)
-        amsgrad = {"amsgrad": True, "weight_decay": 0.0}
-        exact = exact_adamw(shape, amsgrad=True)
-        run(f"amsgrad, {name}", optim.AdamW, exact, stream, **amsgrad)
-        run(f"SGD 0.99, {name}", optim.SGD, exact_sgd(shape, 0.99), stream, momentum=0.99)
-        run(f"Lion 0.99, {name}", optim.Lion, Lion64(shape), stream)
+        for title, (kind, make_exact, options) in ROWS.items():
+            make = functools.partial(
+                OptimizerScheme, kind, shape, state_dtype=torch.bfloat16, **options
+            )
+            schemes = {rounding: make(rounding=rounding) for rounding in ("dither", "nearest")}
+            found = shadow_run(stream, make_exact(shape, **options), schemes)
+            for rounding, errors in found.items():
+                bias = "" if math.isnan(errors.bias) else f"  ln sqrt(v) {errors.bias:+.4f}"
+                print(
+                    f"{title + ', ' + name:26} {rounding:8} update {errors.update:7.2%}  "
+                    f"largest {errors.largest:5.2f}  way {errors.way:7.2%}{bias}"
+                )
 
 
 if __name__ == "__main__":

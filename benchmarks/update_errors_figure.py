@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import BLUE, LIGHT_BLUE, ORANGE, RED, save
 from gradient_streams import STREAMS, gradients
 from torch import Tensor
 from update_errors import OptimizerScheme, exact_adamw, shadow_run
@@ -25,18 +26,18 @@ FIGURE = Path(__file__).resolve().parents[1] / "docs" / "update_errors.png"
 # STATES and MASTERS below map a label to options of AdamW, a colour and a marker.
 NEAREST = {"rounding": "nearest"}
 STATES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "bf16": ({"state_dtype": torch.bfloat16}, "#004D7A", "o"),
-    "8bit-bf16": ({"state_dtype": "8bit-bf16"}, "#56B4E9", "s"),
-    "8bit": ({"state_dtype": "8bit"}, "#E69F00", "D"),
-    "bf16, to nearest": ({"state_dtype": torch.bfloat16, **NEAREST}, "#D55E00", "x"),
+    "bf16": ({"state_dtype": torch.bfloat16}, BLUE, "o"),
+    "8bit-bf16": ({"state_dtype": "8bit-bf16"}, LIGHT_BLUE, "s"),
+    "8bit": ({"state_dtype": "8bit"}, ORANGE, "D"),
+    "bf16, to nearest": ({"state_dtype": torch.bfloat16, **NEAREST}, RED, "x"),
 }
 NO_MASTERS = {"master_weights": False, "state_dtype": torch.float32}
 MASTERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "float32": ({}, "#000000", "o"),
-    "split": ({"master_weights": "split"}, "#56B4E9", "."),
-    "split8": ({"master_weights": "split8"}, "#004D7A", "o"),
-    "none": (NO_MASTERS, "#E69F00", "o"),
-    "none, to nearest": ({**NO_MASTERS, **NEAREST}, "#D55E00", "x"),
+    "split": ({"master_weights": "split"}, LIGHT_BLUE, "."),
+    "split8": ({"master_weights": "split8"}, BLUE, "o"),
+    "none": (NO_MASTERS, ORANGE, "o"),
+    "none, to nearest": ({**NO_MASTERS, **NEAREST}, RED, "x"),
 }
 LEARNING_RATE = 1e-3
 START = 0.1  # standard deviation of the initial weights
@@ -95,11 +96,9 @@ def draw(updates: Table, weights: Table, path: Path) -> None:
         axes.set(title=title, xscale="log", xlabel="% of it in float64, root mean square")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
     panels[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def show(title: str, errors: Table) -> None:

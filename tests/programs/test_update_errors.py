@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradient_streams import gradients
 from harness.rows import rows
-from update_errors import Lion64, OptimizerScheme, exact_adamw, exact_sgd, shadow_run
+from update_errors import OptimizerScheme, exact_adamw, exact_lion, exact_sgd, shadow_run
 from update_errors_figure import MASTERS, STATES, draw, errors_of_updates, errors_of_weights
 
 from amp_ext.optim import SGD, AdamW, Lion
@@ -103,7 +103,7 @@ def test_momentum_keeps_its_bounds(name, state_dtype, momentum):
 )
 @few_streams
 def test_lion_turns_few_signs(name, state_dtype, share):
-    errors = errors_of(Lion, name, Lion64, state_dtype=state_dtype)
+    errors = errors_of(Lion, name, exact_lion, state_dtype=state_dtype)
     # A turned sign differs by two.
     assert (errors.update / 2) ** 2 < share, errors
 
