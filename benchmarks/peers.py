@@ -254,14 +254,14 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
     """
     plain = replace(work, scaler=False)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}
+    does = side not in PEERS or plain in PEERS[side].does
     try:
         far = deviation(side, work, device)
+        return row | {"deviation": far, "same": does and far <= TOLERANCES[plain]}
     except Exception as error:
         if side not in PEERS:
             raise
         return row | {"why": reason(error)}
-    does = side not in PEERS or plain in PEERS[side].does
-    return row | {"deviation": far, "same": does and far <= TOLERANCES[plain]}
 
 
 # Timing.
@@ -297,13 +297,10 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
 
 def cold_times(step: Step, sweep: Step, seconds: float) -> list[float]:
     """Returns the seconds of single steps, each after an untimed sweep that empties the caches."""
-    times: list[float] = []
+    timer, times = timeit.Timer(step, sweep), list[float]()
     end = timeit.default_timer() + seconds
     while not times or timeit.default_timer() < end:
-        sweep()
-        start = timeit.default_timer()
-        step()
-        times.append(timeit.default_timer() - start)
+        times.append(timer.timeit(1))
     return times
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import networkx
 
@@ -212,11 +213,12 @@ def name_of(signature: str) -> tuple[str, int, int]:
     return re.sub(r"^void |\(.*", "", text), threads, 0
 
 
-def demangled(symbols: list[str]) -> list[str]:
-    done = subprocess.run(
-        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+def printed_by(command: list[str | Path], text: str = "") -> str:
+    """Returns the output of a program."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UnreadableError(f"{command[0]} {command[-1]}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def parse(listing: str, architecture: str) -> list[Kernel]:
@@ -233,9 +235,8 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
                 target = TARGET.search(found[4])
                 code.append(Instruction(found[2], found[3], target and target[1]))
         kernels.append(Kernel(symbol, "", architecture, code, labels))
-    for kernel, signature in zip(
-        kernels, demangled([each.symbol for each in kernels]), strict=True
-    ):
+    signatures = printed_by(["c++filt"], "\n".join(each.symbol for each in kernels)).splitlines()
+    for kernel, signature in zip(kernels, signatures, strict=True):
         kernel.name, kernel.threads, kernel.arrays_of_bytes = name_of(signature)
         kernel.is_fast = is_fast(signature)
         if kernel.name.startswith("step ") and not re.search("16|Half|8bit", kernel.name):
@@ -261,8 +262,7 @@ def read_log(log: str, kernels: dict[tuple[str, str], Kernel]) -> None:
             kernel.registers = int(found[1])
 
 
-@dataclass
-class Row:
+class Row(NamedTuple):
     """The requirements for the kernels whose name and architecture match two patterns."""
 
     names: str  # shell pattern for names of kernels
@@ -272,25 +272,22 @@ class Row:
     # Least number of main loops. For the fast path, the limit of ALU instructions per element.
     loops: int
 
-    def has(self, name: str, architecture: str) -> bool:
-        return fnmatch.fnmatchcase(name, self.names) and fnmatch.fnmatchcase(
-            architecture, self.architectures
-        )
-
 
 def read_table(text: str) -> list[Row]:
-    rows = []
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            names, architectures, blocks, loops = (part.strip() for part in line.split("|"))
-            rows.append(Row(names, architectures, int(blocks), int(loops)))
-    return rows
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [Row(names, where, int(blocks), int(loops)) for names, where, blocks, loops in cells]
+
+
+def find_row(name: str, architecture: str, rows: list[Row]) -> Row | None:
+    """Returns the first row whose patterns match, or None."""
+    both = f"{name}|{architecture}"
+    return next((r for r in rows if fnmatch.fnmatchcase(both, f"{r[0]}|{r[1]}")), None)
 
 
 def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
     """Yields the faults of a fast-path kernel: too many instructions in its main loop."""
-    name = f"fast {kernel.name}"
-    row = next((row for row in rows if row.has(name, kernel.architecture)), None)
+    row = find_row(f"fast {kernel.name}", kernel.architecture, rows)
     if row is None:
         return
     # The longer main loops handle elements that leave the fast path.
@@ -300,19 +297,16 @@ def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
         (len(usual), row.blocks, "instructions"),
         (sum(each.is_of_alu for each in usual), row.loops, "instructions of the ALU"),
     ):
-        if count > most * kernel.elements_of_pack:
-            yield (
-                f"its fast path has {count / kernel.elements_of_pack:.1f} {what} an element, "
-                f"not at most {most}"
-            )
+        each = count / kernel.elements_of_pack
+        if each > most:
+            yield f"its fast path has {each:.1f} {what} an element, not at most {most}"
 
 
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
     """Returns the row of a kernel, or None. Formulas without a row use the "other step" rows."""
     named = {row.names.split()[1] for row in rows if row.names.startswith("step ")}
     is_other = kernel.name.startswith("step ") and kernel.name.split()[1] not in named
-    name = f"other {kernel.name}" if is_other else kernel.name
-    return next((row for row in rows if row.has(name, kernel.architecture)), None)
+    return find_row("other " * is_other + kernel.name, kernel.architecture, rows)
 
 
 def accesses(loop: list[Instruction]) -> int:
@@ -325,10 +319,8 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
     blocks = kernel.blocks * kernel.threads // 256  # in units of 256 threads
     if blocks < row.blocks:
-        yield (
-            f"its {kernel.registers} registers allow {blocks} blocks on a multiprocessor, "
-            f"not {row.blocks}"
-        )
+        allowed = f"its {kernel.registers} registers allow {blocks} blocks on a multiprocessor"
+        yield f"{allowed}, not {row.blocks}"
     main = kernel.main_loops()
     if len(main) < row.loops:
         yield f"128 bits are moved at once in {len(main)} innermost loops, not in {row.loops}"
@@ -370,13 +362,6 @@ def find_nvdisasm() -> str:
     return found
 
 
-def disassembled(cubin: Path, nvdisasm: str) -> str:
-    done = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise UnreadableError(f"nvdisasm {cubin.name}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def read(folder: Path) -> list[Kernel]:
     """Returns the kernels in the compiled files of a folder."""
     nvdisasm = find_nvdisasm()
@@ -384,7 +369,7 @@ def read(folder: Path) -> list[Kernel]:
     if not cubins:
         raise UnreadableError(f"there is no machine code in {folder}")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        listings = pool.map(lambda cubin: disassembled(cubin, nvdisasm), cubins)
+        listings = pool.map(lambda cubin: printed_by([nvdisasm, "-c", cubin]), cubins)
         kernels = [
             kernel
             for cubin, listing in zip(cubins, listings, strict=True)

@@ -135,14 +135,12 @@ def many_elements(border: int) -> None:
 def make_loop() -> Callable[[int], None]:
     """Returns a training step with hooks, some overflows, and a reload every 100 steps."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
-    ).bfloat16()
+    layers = torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    model = torch.nn.Sequential(*layers).bfloat16()
     optimizer = amp_ext.optim.AdamW(model.named_parameters(), lr=1e-4, max_grad_norm=1.0)
     scaler = amp_ext.GradScaler("cpu", 2.0**10, growth_interval=15, max_scale=2.0**12)
-    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        register(lambda *_: None)
-    optimizer.register_state_dict_post_hook(lambda *_: None)
+    for hook in ("step_pre", "step_post", "state_dict_post"):
+        getattr(optimizer, f"register_{hook}_hook")(lambda *_: None)
     for param in model.parameters():
         param.register_hook(lambda grad: grad * 0.5)
     batch = torch.randn(8, 16, dtype=torch.bfloat16)
@@ -173,12 +171,9 @@ def many_steps(count: int) -> None:
 
     def held() -> dict[str, int]:
         gc.collect()
-        return {
-            "file handles": len(os.listdir(PROCESS / "fd")),
-            "threads": len(os.listdir(PROCESS / "task")),
-            "Python objects": len(gc.get_objects()),
-            "memory": memory("VmRSS"),
-        }
+        handles, threads = (len(os.listdir(PROCESS / kind)) for kind in ("fd", "task"))
+        objects = len(gc.get_objects())
+        return dict(zip(MOST_GROWTH, (handles, threads, memory("VmRSS"), objects), strict=True))
 
     before: dict[str, int] = {}
     for number in range(count):

@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_suffix(".txt")
@@ -51,18 +50,6 @@ HEADERS = ROOT / "amp_ext" / "include" / "amp_ext"
 LINKED = "C++: "
 
 
-def names_of(module: ModuleType) -> list[str]:
-    """Returns the names in ``__all__`` of a module, or else the public names it defines itself."""
-    listed = getattr(module, "__all__", None)
-    if listed is not None:
-        return sorted(listed)
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
-    )
-
-
 def of_class(name: str, kind: type) -> Iterator[str]:
     """Yields a class and its public members, except those inherited from other packages."""
     # The signature of an enumeration depends on the version of Python, so it is left out.
@@ -81,7 +68,9 @@ def of_python() -> Iterator[str]:
     """Yields the names and signatures in the public modules."""
     for module_name in MODULES:
         module = importlib.import_module(module_name)
-        for name in names_of(module):
+        own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module_name]
+        public = [name for name in own if not name.startswith("_")]
+        for name in sorted(getattr(module, "__all__", public)):
             value, full = getattr(module, name), f"{module_name}.{name}"
             if inspect.isclass(value):
                 yield from of_class(full, value)

@@ -31,6 +31,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter_ns
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -56,37 +57,37 @@ AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or
 
 OPERATIONS = ("check_finite_", "count_nonfinite", "unscale_")
 KEPT = {"bf16 + split": "split", "bf16 + split8": "split8", "bf16": False}
+NARROW = {"bf16": BF16, "8bit-bf16": "8bit-bf16", "8bit": "8bit"}
+F32, MOMENTUM = torch.float32, {"momentum": 0.9}
 # Maps a row that times a kernel to the dtype, an optimizer class or operation, and its options.
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
-    "AdamW fp32": (torch.float32, "AdamW", {}),
+    "AdamW fp32": (F32, "AdamW", {}),
     "AdamW fp64": (torch.float64, "AdamW", {}),
-    "AdamW fp32, skip_nonfinite": (torch.float32, "AdamW", {"skip_nonfinite": True}),
+    "AdamW fp32, skip_nonfinite": (F32, "AdamW", {"skip_nonfinite": True}),
     "AdamW fp16 + master": (F16, "AdamW", {}),
     "AdamW bf16 + master": (BF16, "AdamW", {}),
     "AdamW bf16 + master, clipped": (BF16, "AdamW", {"max_grad_norm": 1.0}),
     "AdamW bf16 + master, write back": (BF16, "AdamW", {"write_back_grads": True}),
     "AMSGrad bf16 + master": (BF16, "AdamW", {"amsgrad": True}),
     **{
-        f"AdamW {kept}, {name} states": (
-            BF16, "AdamW", {"master_weights": master, "state_dtype": state_dtype},
+        f"AdamW {kept}, {states} states": (
+            BF16,
+            "AdamW",
+            {"master_weights": KEPT[kept], "state_dtype": NARROW[states]},
         )
-        for kept, master in KEPT.items()
-        for name, state_dtype in (("bf16", BF16), ("8bit-bf16", "8bit-bf16"), ("8bit", "8bit"))
+        for kept, states in product(KEPT, NARROW)
     },
-    "AdamW fp32, 8bit states": (torch.float32, "AdamW", {"state_dtype": "8bit"}),
-    "SGD fp32": (torch.float32, "SGD", {}),
-    "SGD momentum fp32": (torch.float32, "SGD", {"momentum": 0.9}),
-    "SGD momentum bf16 + master, 8bit states": (
-        BF16, "SGD", {"momentum": 0.9, "state_dtype": "8bit"},
-    ),
-    "Lion fp32": (torch.float32, "Lion", {}),
+    "AdamW fp32, 8bit states": (F32, "AdamW", {"state_dtype": "8bit"}),
+    "SGD fp32": (F32, "SGD", {}),
+    "SGD momentum fp32": (F32, "SGD", MOMENTUM),
+    "SGD momentum bf16 + master, 8bit states": (BF16, "SGD", MOMENTUM | {"state_dtype": "8bit"}),
+    "Lion fp32": (F32, "Lion", {}),
     "Lion bf16 + master": (BF16, "Lion", {}),
     **{
-        f"{operation} {dtype}": (dtype, operation, {})
-        for operation in OPERATIONS
-        for dtype in (torch.float32, F16, BF16)
+        f"{name} {dtype}": (dtype, name, {})
+        for name, dtype in product(OPERATIONS, (F32, F16, BF16))
     },
-}  # fmt: skip
+}
 SIDES = ("before", "after", "before again", "after again")
 
 
@@ -107,13 +108,7 @@ def make_kernel(row: str) -> Callable[[], float]:
     else:
         timed = getattr(amp_ext.optim, name)([param], lr=1e-3, **options).step
 
-    def take() -> float:
-        start = perf_counter_ns()
-        for _ in range(repeats):
-            timed()
-        return (perf_counter_ns() - start) / 1e3 / repeats
-
-    return take
+    return lambda: timeit(timed, number=repeats) / repeats * 1e6
 
 
 def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
@@ -156,10 +151,9 @@ def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
 def serve() -> None:
     """Prints the folder of amp_ext; then reads rows from stdin and prints their microseconds."""
     torch.set_num_threads(1)
-    start = perf_counter_ns()
+    imported = timeit("import amp_ext", number=1) * 1e6
     import amp_ext
 
-    imported = (perf_counter_ns() - start) / 1e3
     print(Path(amp_ext.__file__).parent.parent, flush=True)
     steps, swept = {}, torch.zeros(SWEPT)
     for line in sys.stdin:
