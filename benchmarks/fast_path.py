@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 import amp_ext
 from amp_ext.bench.measure import bytes_of
-from amp_ext.bench.steps import Program
+from amp_ext.bench.steps import Program, Step
 from amp_ext.bench.work import Work
 from amp_ext.text_table import format_table
 
@@ -54,7 +54,7 @@ FORMS = {
     ),
 }
 UNUSUAL = list(FORMS)[:3]
-Case = tuple[Program, int]  # a program with a step, and its number of elements
+Case = tuple[Step, float | None]  # a step, and the bytes that it moves if they are known
 
 
 def program_of(form: str, *params: Parameter) -> Program:
@@ -76,12 +76,13 @@ def drawn(form: str, *shape: int) -> Parameter:
 
 def copy() -> Case:
     source = torch.randn(ELEMENTS, device="cuda")
-    step = functools.partial(torch.empty_like(source).copy_, source)
-    return Program([], torch.optim.SGD([source]), step), ELEMENTS
+    return functools.partial(torch.empty_like(source).copy_, source), 2.0 * source.nbytes
 
 
 def whole(form: str) -> Case:
-    return program_of(form, drawn(form, ELEMENTS // 1024, 1024)), ELEMENTS
+    program = program_of(form, drawn(form, ELEMENTS // 1024, 1024))
+    program.step()  # creates the states
+    return program.step, bytes_of(FORMS[form], program)[1] * ELEMENTS
 
 
 def rows_without_gradients(form: str, pruned: bool, steps: int = 2000) -> Case:
@@ -99,22 +100,22 @@ def rows_without_gradients(form: str, pruned: bool, steps: int = 2000) -> Case:
         if pruned:
             param.data[::2] = 0.0
         program.step()
-    return program, SMALL
+    return program.step, None
 
 
 def misaligned(form: str) -> Case:
     """Makes a step of a parameter whose memory begins one element after a 16-byte boundary."""
     param = Parameter(drawn(form, SMALL + 1).detach()[1:])
     param.grad = torch.randn(SMALL, device="cuda").mul_(1e-3).to(param.dtype)
-    return program_of(form, param), SMALL
+    return program_of(form, param).step, None
 
 
 def many(form: str) -> Case:
-    return program_of(form, *(drawn(form, 64) for _ in range(1000))), 64_000
+    return program_of(form, *(drawn(form, 64) for _ in range(1000))).step, None
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Yields for each row its name and a function that returns a program."""
+    """Yields for each row its name and a function that returns a step."""
     yield "copy", copy
     for form in FORMS:
         yield form, functools.partial(whole, form)
@@ -145,16 +146,14 @@ def least_time(step: Callable[[], Any], seconds: float) -> float:
 
 
 def measure(seconds: float) -> dict[str, tuple[float, float | None]]:
-    """Returns the least milliseconds of each row, and for whole tensors the bytes that it moves."""
+    """Returns the least milliseconds of each row, and the bytes that it moves if they are known."""
     found = {}
     for name, make in cases():
         torch.manual_seed(0)
-        program, elements = make()
-        time = least_time(program.step, seconds)
-        form = FORMS.get(name)
-        found[name] = (time, bytes_of(form, program)[1] * elements if form else None)
-        print(f"{name}: {time:.4f} ms, {elements} elements", file=sys.stderr, flush=True)
-        del program
+        step, moved = make()
+        found[name] = (least_time(step, seconds), moved)
+        print(f"{name}: {found[name][0]:.4f} ms", file=sys.stderr, flush=True)
+        del step
         torch.cuda.empty_cache()
     return found
 
@@ -183,7 +182,7 @@ def main() -> int:
             measured = json.loads(done.stdout)
             for name, (time, _) in measured.items():
                 best[side][name] = min(time, best[side].get(name, time))
-    copied = 8 * ELEMENTS / min(side["copy"] for side in best.values())
+    copied = measured["copy"][1] / min(side["copy"] for side in best.values())
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {amp_ext.__version__}"
     print(f"{about}; a copy moves {copied / 1e6:.0f} GB/s")
     rows = [["", "general, ms", "fast, ms", "ratio", "of a copy"]]

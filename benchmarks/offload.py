@@ -24,9 +24,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import CPU, in_turns, make_parser, reason, states_of
@@ -132,10 +131,9 @@ def make_optimizer(params: list[Parameter], form: Configuration) -> AdamW:
     return AdamW(params, **ADAMW, **stored, state_dtype=form.state_dtype)
 
 
-def host_bytes(values: Iterable[Any]) -> int:
+def host_bytes(values: Iterable[Tensor]) -> int:
     """Returns the bytes of the tensors in host memory, without step counters."""
-    tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device == CPU)
+    return sum(value.nbytes for value in values if value.dim() and value.device == CPU)
 
 
 # A step and its parts.
@@ -206,21 +204,13 @@ def measure_form(
 # The steps of other packages.
 
 
-@dataclass
-class Side:
-    """A way to take a step with states in host memory.
-
-    Attributes:
-        name: The name in the table.
-        step: Steps the parameters with their gradients.
-        params: The parameters, on the device.
-        host: Returns the bytes that are in host memory between steps.
-    """
+class Side(NamedTuple):
+    """A way to take a step with states in host memory."""
 
     name: str
-    step: Callable[[], Any]
-    params: list[Parameter]
-    host: Callable[[], int]
+    step: Callable[[], Any]  # steps the parameters with their gradients
+    params: list[Parameter]  # on the device
+    host: Callable[[], int]  # returns the bytes that are in host memory between steps
 
 
 def by_amp_ext(
@@ -251,27 +241,22 @@ def by_deepspeed(params: list[Parameter], keeps_buffers: bool) -> Side:
 
     masters = [Parameter(param.detach().to(CPU, torch.float32)) for param in params]
     optimizer = DeepSpeedCPUAdam(masters, **ADAMW)
-    is_pinned, buffers = params[0].is_cuda, []
+    is_pinned, buffers = params[0].is_cuda, list[Tensor]()
     if keeps_buffers:
-        for param, master in zip(params, masters, strict=True):
-            buffers.append(torch.zeros_like(param, device=CPU, pin_memory=is_pinned))
+        buffers = [torch.zeros_like(param, device=CPU, pin_memory=is_pinned) for param in params]
+        for master in masters:
             master.grad = torch.zeros_like(master)
-
-    def wait() -> None:
-        if is_pinned:
-            torch.cuda.synchronize()
 
     @torch.no_grad()
     def step_with_buffers() -> None:
         for param, buffer in zip(params, buffers, strict=True):
             buffer.copy_(param.grad, non_blocking=True)
-        wait()
-        for master, buffer in zip(masters, buffers, strict=True):
-            master.grad.copy_(buffer)
+        if is_pinned:
+            torch.cuda.synchronize()
+        torch._foreach_copy_([master.grad for master in masters], buffers)
         optimizer.step()
         for param, master, buffer in zip(params, masters, buffers, strict=True):
-            buffer.copy_(master)
-            param.copy_(buffer, non_blocking=True)
+            param.copy_(buffer.copy_(master), non_blocking=True)
 
     @torch.no_grad()
     def step_with_new_tensors() -> None:

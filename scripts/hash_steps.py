@@ -100,14 +100,13 @@ SCALERS: list[dict[str, Any]] = [
 
 def formats() -> Iterator[tuple[torch.dtype, torch.dtype, Any, Any]]:
     """Yields dtypes of parameter and gradient, and options of masters and states."""
-    yield from ((F64, grad, False, F32) for grad in (F64, F32))
-    yield from itertools.product([F32], [F32, F16, BF16], [False], [F32, BF16])
+    masters, states = (False, True, "split", "split8"), (F32, BF16)
+    yield from itertools.product([F64], [F64, F32], [False], [F32])
+    yield from itertools.product([F32], [F32, F16, BF16], [False], states)
     yield from itertools.product([F32], [F32], [False], CODES)
     for param in (F16, BF16):
-        yield from itertools.product(
-            [param], [param, F32], [False, True, "split", "split8"], [F32, BF16]
-        )
-        yield from itertools.product([param], [param], [False, True, "split", "split8"], CODES)
+        yield from itertools.product([param], [param, F32], masters, states)
+        yield from itertools.product([param], [param], masters, CODES)
     yield from itertools.product([F16], [F16, F32], [False, True], [None])
 
 
