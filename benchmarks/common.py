@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,9 +145,8 @@ def run_and_store(
     print(markdown(result))
     is_empty = not result.get("rows", result.get("runs"))
     if out and not is_empty:
-        from plot import draw
-
-        draw(result, out / f"{name}.png")
+        files = [out / f"{name}.{suffix}" for suffix in ("json", "png")]
+        subprocess.run([sys.executable, Path(__file__).with_name("plot.py"), *files], check=True)
     return 1 if result["failed"] or is_empty else 0
 
 
@@ -173,26 +173,22 @@ def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         of_sides.setdefault((run["model"], run["group"], run["side"]), []).append(run)
     rows: list[dict[str, Any]] = []
     for (model, group, side), seeds in of_sides.items():
-        tails = [run["losses"][-max(1, len(run["losses"]) // 10) :] for run in seeds]
-        losses = dict(
-            zip((run["seed"] for run in seeds), map(statistics.fmean, tails), strict=True)
-        )
-        row = {"model": model, "group": group, "side": side, "seeds": len(seeds)}
-        for figure in ("rate", "step_ms", "update_ms"):
+        row = {"model": model, "group": group, "side": side}
+        for figure in ("rate", "update_ms"):
             row[figure] = statistics.median(run[figure] for run in seeds)
         for figure in ("parameters", "tensors", "unit", "bytes_kept", "peak_bytes"):
             row[figure] = seeds[0][figure]
-        row["losses"] = losses
+        last = max(1, len(seeds[0]["losses"]) // 10)
+        losses = {run["seed"]: statistics.fmean(run["losses"][-last:]) for run in seeds}
+        row |= {"losses": losses, "faster": None, "update_faster": None, "difference": (None, None)}
         row["loss"], row["spread"] = mean_and_spread(losses.values())
-        torchs = [r for r in (*rows, row) if (r["model"], r["group"]) == (model, group)]
-        torchs = [r for r in torchs if r["side"].startswith("torch")]
-        row["faster"] = row["rate"] / torchs[0]["rate"] if torchs else None
-        row["update_faster"] = torchs[0]["update_ms"] / row["update_ms"] if torchs else None
-        base = torchs[0]["losses"] if torchs else {}
-        row["difference"] = mean_and_spread(
-            loss - base[seed] for seed, loss in losses.items() if seed in base
-        )
         rows.append(row)
+        base = next(r for r in rows if (r["model"], r["group"]) == (model, group))
+        if base["side"].startswith("torch"):
+            row["faster"] = row["rate"] / base["rate"]
+            row["update_faster"] = base["update_ms"] / row["update_ms"]
+            common = losses.keys() & base["losses"]
+            row["difference"] = mean_and_spread(losses[s] - base["losses"][s] for s in common)
     return rows
 
 

@@ -101,16 +101,11 @@ def draw(updates: Table, weights: Table, path: Path) -> None:
     save(figure, path)
 
 
-def show(title: str, errors: Table) -> None:
-    """Prints the errors, a line for each stream."""
-    for name, row in errors.items():
-        cells = "  ".join(f"{kind} {error:.3%}" for kind, error in row.items())
-        print(f"{title}, {name:14} {cells}")
-
-
 if __name__ == "__main__":
     of_updates = {name: errors_of_updates(gradients(name)) for name in STREAMS}
     of_weights = {name: errors_of_weights(gradients(name)) for name in STREAMS}
-    show("update", of_updates)
-    show("weight", of_weights)
+    for title, errors in {"update": of_updates, "weight": of_weights}.items():
+        for name, row in errors.items():
+            cells = "  ".join(f"{kind} {error:.3%}" for kind, error in row.items())
+            print(f"{title}, {name:14} {cells}")
     draw(of_updates, of_weights, Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURE)
