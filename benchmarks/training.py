@@ -205,19 +205,15 @@ class Task:
     model: Callable[[Sizes], nn.Module]
     batches: Callable[[Sizes, int, torch.device], Iterator[tuple[Tensor, Tensor]]]
     unit: str  # unit of the training rate: "tokens" or "images", per second
-    items: Callable[[Sizes], int]  # number of tokens or images per batch
     options: dict[str, Any]
 
 
 TASKS = {
     "GPT": Task(
-        GPT, token_batches, "tokens", lambda sizes: sizes.rows * sizes.context,
+        GPT, token_batches, "tokens",
         {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
     ),
-    "ResNet": Task(
-        ResNet, image_batches, "images", lambda sizes: sizes.images,
-        {"lr": 2e-3, "weight_decay": 0.05},
-    ),
+    "ResNet": Task(ResNet, image_batches, "images", {"lr": 2e-3, "weight_decay": 0.05}),
 }  # fmt: skip
 
 
@@ -272,59 +268,44 @@ class Loop:
     """The optimizer, scaler and masters of a side, and the work after a backward pass."""
 
     def __init__(self, side: Side, params: list[Parameter], options: dict[str, Any]) -> None:
-        device = params[0].device.type
-        self.scaler: torch.amp.GradScaler | None = None
+        self.side, self.params, device = side, params, params[0].device
+        scaler = amp_ext.GradScaler if side.ours else torch.amp.GradScaler
+        self.scaler = scaler(device.type, enabled=side.scaled)
         self.offload: OffloadedStates | None = None
-        if side.ours:
-            clipping = {"max_grad_norm": MAX_NORM} if side.scaled else {}
-            self.optimizer: Any = amp_ext.optim.AdamW(params, **options, **clipping, **side.options)
-            if side.scaled:
-                self.scaler = amp_ext.GradScaler(device)
-            if side.released:
-                amp_ext.optim.release_gradients(self.optimizer, self.scaler)
-            if side.offloaded:
-                self.offload = OffloadedStates(self.optimizer, make_transport(params[0].device))
-            self.update = self.step
-            return
-        stepped = params
-        if side.dtype != torch.float32:
-            stepped = [Parameter(param.detach().float()) for param in params]
-        self.optimizer = torch.optim.AdamW(stepped, **options, fused=True)
         self.update = self.step
-        if side.scaled:
-            self.scaler = torch.amp.GradScaler(device)
-            self.update = functools.partial(self.clip_and_step, params)
-        elif stepped is not params:
-            self.update = buffered(params, stepped, self.step)
+        if side.ours:
+            options = {"max_grad_norm": MAX_NORM if side.scaled else None, **options}
+            self.optimizer: Any = amp_ext.optim.AdamW(params, **options, **side.options)
+            if side.released:
+                amp_ext.optim.release_gradients(self.optimizer)
+            if side.offloaded:
+                self.offload = OffloadedStates(self.optimizer, make_transport(device))
+        elif side.dtype == torch.float32:
+            self.optimizer = torch.optim.AdamW(params, **options, fused=True)
+        else:
+            masters = [Parameter(param.detach().float()) for param in params]
+            self.optimizer = torch.optim.AdamW(masters, **options, fused=True)
+            self.update = buffered(params, masters, self.step)
 
     def step(self) -> None:
-        """Takes a step, under the scaler if there is one."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        """Takes a step, clipped in torch's way if the optimizer is torch's."""
+        if not self.side.scaled:
+            return self.optimizer.step()
+        if not self.side.ours:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
-    def clip_and_step(self, params: list[Parameter]) -> None:
-        """Clips torch's way: unscales the gradients, clips them, and takes the step."""
-        assert self.scaler is not None
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(params, MAX_NORM)
-        self.step()
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Scales the loss if there is a scaler."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    def bytes_kept(self, params: list[Parameter]) -> int:
+    def bytes_kept(self) -> int:
         """Returns the bytes of parameters, masters, gradients and states between steps.
 
         Offloaded states and the host copies of parameters count, too.
         """
-        tensors = [*params, *(p for g in self.optimizer.param_groups for p in g["params"])]
+        tensors = [*self.params, *(p for g in self.optimizer.param_groups for p in g["params"])]
         tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
         if self.offload is not None:
-            tensors += [self.offload.host_of(param) for param in params]
+            tensors += [self.offload.host_of(param) for param in self.params]
         tensors += states_of(self.optimizer)
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -368,7 +349,7 @@ def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) 
             inputs = inputs.to(side.dtype)
         with autocast:
             loss = functional.cross_entropy(model(inputs).float(), targets)
-        loop.scale(loss).backward()
+        loop.scaler.scale(loss).backward()
         start = now(device)
         loop.update()
         updates.append((start, now(device)))
@@ -384,10 +365,10 @@ def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) 
         "parameters": sum(param.numel() for param in params),
         "tensors": len(params),
         "unit": task.unit,
-        "rate": steps * task.items(sizes) / seconds,
+        "rate": steps * targets.numel() / seconds,
         "step_ms": 1e3 * seconds / steps,
         "update_ms": statistics.median(milliseconds(*pair) for pair in updates[sizes.warm_up :]),
-        "bytes_kept": loop.bytes_kept(params),
+        "bytes_kept": loop.bytes_kept(),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "losses": torch.stack(losses).tolist(),
     }

@@ -165,7 +165,7 @@ def make_loop() -> Callable[[int], None]:
 def many_steps(count: int) -> None:
     """Takes ``count`` steps; raises if resources grow in the last two thirds of the steps.
 
-    The first third of the steps fills the scaler's history and the pools of the allocator.
+    The first third of the steps fills the pools of the allocator.
     """
     step = make_loop()
 
