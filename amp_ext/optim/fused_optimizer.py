@@ -570,11 +570,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_no_grads(self) -> None:
         """Raises an error if a parameter has a gradient now, but had none in the scaler's scan."""
-        if self._has_grads():
+        if any(param.grad is not None for param in params_of(self)):
             raise AssertionError(NOTHING_WAS_SCANNED)
-
-    def _has_grads(self) -> bool:
-        return any(param.grad is not None for param in params_of(self))
 
     # What a scaler calls.
 
@@ -595,19 +592,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         scan: ScanResult = self._scan(None, grad_scale) if release is None else release.scan()
         self._stepper.last_scan = scan
         return scan
-
-    def check_scaler(self, scaler: Any, operation: str) -> None:
-        """Refuses an operation of a scaler if gradients are released with another scaler.
-
-        Args:
-            scaler: The scaler.
-            operation: The name of its method.
-
-        Raises:
-            RuntimeError: Also for ``unscale_``, because the gradients no longer exist.
-        """
-        if self.gradient_release is not None:
-            self.gradient_release.check_scaler(scaler, operation)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets all gradients, as torch.optim.Optimizer does.

@@ -27,15 +27,11 @@ from amp_ext.sharding import all_reduce_flags, check_guard, check_process_group,
 _TORCH = torch.amp.GradScaler  # torch.amp.GradScaler may be rebound later
 _LOGGER = logging.getLogger("amp_ext")
 _SUPPORTS = "_step_supports_amp_scaling"
-_RULES = (
-    *("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale"),
-    *("hysteresis", "dynamic"),
-)
+_OF_TORCH = "growth_factor", "backoff_factor", "growth_interval"
+_RULES = *_OF_TORCH, "min_scale", "max_scale", "hysteresis", "dynamic"
 _RULES_OF = operator.attrgetter(*(f"_{name}" for name in _RULES))
-_SAVED: dict[str, Any] = {
-    **dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float),
-    **dict.fromkeys(("growth_interval", "_growth_tracker"), int),
-}
+_SAVED: dict[str, Any] = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float)
+_SAVED |= dict.fromkeys(("growth_interval", "_growth_tracker"), int)
 _COUNTS = 11  # entries of the tensor that csrc/elements/scale_counts.h describes
 
 
@@ -278,7 +274,7 @@ class GradScaler(torch.amp.GradScaler):
             flags = self._scan(optimizer, scale.new_zeros(()), None, allow_fp16=True)
         else:
             if optimizer.gradient_release is not None:
-                optimizer.check_scaler(self, "step")
+                optimizer.gradient_release.check_scaler(self, "step")
             state["scan"] = scan = optimizer.scan_gradients(scale)
             flags = self._flags_of_all_ranks(scan.found_infs)
         state["found_inf_per_device"] = flags
@@ -290,8 +286,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscales the gradients of an optimizer in place, for torch's ``unscale_``."""
         self._refuse_unscaled(optimizer)
-        if hasattr(optimizer, "check_scaler"):
-            optimizer.check_scaler(self, "unscale_")
+        release = getattr(optimizer, "gradient_release", None)
+        if release is not None:
+            release.check_scaler(self, "unscale_")
         return self._scan(optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16)
 
     @outside_inference_mode()
@@ -371,9 +368,8 @@ class GradScaler(torch.amp.GradScaler):
         self._last_states, self._last_state_of = states, self._last_state_of | states
         if not found_infs or not is_ours:
             return
-        trackers = tracker, found_infs, self._hysteresis_tracker
-        counts = scanned, self._counts, self._seen
-        skips_in_a_row = binary.update_scale_(scale, *trackers, *counts, **rules)
+        tensors = tracker, found_infs, self._hysteresis_tracker, scanned, self._counts, self._seen
+        skips_in_a_row = binary.update_scale_(scale, *tensors, **rules)
         if skips_in_a_row >= self._warn_after and not self._has_warned:
             stats = self.stats()
             update_of_name = self._seen[8]  # type: ignore[index]

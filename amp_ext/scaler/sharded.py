@@ -47,16 +47,8 @@ class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[mis
         Arguments and errors are those of :class:`GradScaler`, except that ``process_group=None``
         stands for all ranks. ``options`` are the options that torch does not have.
         """
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-            process_group=process_group,
-            **options,
-        )
+        of_torch = init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        super().__init__(device, *of_torch, process_group=process_group, **options)
 
     def _reduces_over(self) -> Any:
         if self.process_group is not None:
