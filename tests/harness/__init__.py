@@ -29,7 +29,6 @@ Tables of test cases:
 Injected failures:
 
 * `launch_failures`: kernel launches and copies that fail.
-* `interrupts`: Ctrl-C at each line of a call.
 * `disk`: a disk on which a save fails in the middle.
 
 The packages and programs `state_machine`, `cuda_emulator`, `checkpoint_corpus` and `gpu_cases` are

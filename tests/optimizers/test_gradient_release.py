@@ -144,11 +144,10 @@ def test_bits_are_those_of_training_without_release(
     assert_trains_alike(name, options | kept, dtype, scaled, steps=20)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
-def test_bits_are_the_same_over_200_steps(scaled: bool, micro_batches: int) -> None:
+def test_passes_that_accumulate_train_alike(scaled: bool) -> None:
     kept = {"master_weights": "split8", "state_dtype": "8bit"}
-    assert_trains_alike("AdamW", {"lr": 0.01} | kept, BF16, scaled, 200, micro_batches)
+    assert_trains_alike("AdamW", {"lr": 0.01} | kept, BF16, scaled, steps=20, micro_batches=3)
 
 
 @cases.each_class
@@ -416,23 +415,6 @@ def test_lazy_parameters_get_their_hooks_with_their_shape() -> None:
         assert all((param.grad is None) is not is_first for param in model.parameters())
         optimizer.step()
         assert all(param.grad is None for param in model.parameters())
-
-
-def test_a_parameter_in_the_memory_of_a_removed_one_gets_its_hook() -> None:
-    base = nn.Parameter(torch.ones(4))
-    optimizer = AdamW([base])
-    release_gradients(optimizer)
-    for _ in range(3):  # until Python uses an address again
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4)) for _ in range(100)]})
-        for is_hooked in (False, True):
-            params = cases.params_of(optimizer)
-            give(None, params, [torch.ones(4)] * len(params))
-            assert (params[-1].grad is None) is is_hooked
-            optimizer.step()
-            optimizer.zero_grad()
-        for param in optimizer.param_groups.pop()["params"]:
-            del optimizer.state[param]
-        del param, params
 
 
 def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:

@@ -28,7 +28,6 @@ from harness.optimizer_cases import (
     make_params,
     params_of,
     through_a_file,
-    train,
     trained,
     twins,
 )
@@ -47,7 +46,6 @@ from amp_ext.optim import (
     release_gradients,
 )
 from amp_ext.optim.offload import OffloadedStates
-from amp_ext.optim.state_store import PlacedParam
 from amp_ext.optim.transport import CudaTransport
 
 SHAPES = [(130, 32), (127, 33), (5, 7), (), (0, 32), (4096,)]
@@ -143,25 +141,6 @@ def test_bits_are_those_of_training_without_offload(
     assert_trains_alike(optimizers, 2, scalers)
 
 
-@pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
-@each_form
-def test_bits_are_the_same_over_200_steps(
-    dtype: torch.dtype, kept: dict[str, Any], scaled: bool
-) -> None:
-    shapes = [(64, 32), (5, 7), ()]
-    optimizers = beside_offloaded(
-        "AdamW", {"lr": 0.01, "max_grad_norm": 5.0} | kept, dtype, shapes=shapes
-    )
-    transport_of(optimizers[0]).down.delay = transport_of(optimizers[0]).up.delay = 0
-    scalers = scalers_of(amp_ext.GradScaler) if scaled else None
-    assert_trains_alike(optimizers, 200, scalers, overflows=scaled)
-
-
-@cases.every_optimizer
-def test_every_optimizer_has_the_same_bits(name: str, options: dict[str, Any]) -> None:
-    assert_trains_alike(beside_offloaded(name, options, BF16), 4)
-
-
 def test_torch_scaler_steps_alike() -> None:
     optimizers = beside_offloaded(dtype=F32, max_grad_norm=1.0)
     assert_trains_alike(optimizers, 8, scalers_of(torch.amp.GradScaler), overflows=True)
@@ -254,24 +233,6 @@ def test_skipped_step_moves_nothing() -> None:
     assert_same_bits(params_of(optimizer), before)
     assert not calls
     assert scaler.get_scale() == 2.0
-
-
-def test_states_lie_in_memory_of_the_host() -> None:
-    optimizer = AdamW(make_params(BF16))
-    trained(optimizer)
-    states = [dict(state) for state in optimizer.state.values()]
-    dicts = [*map(id, optimizer.state.values())]
-    offloaded(optimizer)
-    assert [*map(id, optimizer.state.values())] == dicts
-    assert all(
-        state[key] is before[key]  # already on the device of the host copies
-        for state, before in zip(optimizer.state.values(), states, strict=True)
-        for key in before
-    )
-    hosts = [optimizer._stored_beside(param) for param in params_of(optimizer)]
-    for host, param in zip(hosts, params_of(optimizer), strict=True):
-        assert same_bits(host, param)
-        assert not param.numel() or host.data_ptr() != param.data_ptr()
 
 
 @each_form
@@ -512,18 +473,6 @@ def test_frozen_parameters_take_no_memory_until_they_are_trained() -> None:
     assert_same_bits(*optimizers)
 
 
-def test_frozen_parameters_may_be_replaced_by_others_of_another_size() -> None:
-    optimizers = beside_offloaded(shapes=[(4, 3), (3,)])
-    for optimizer in optimizers:
-        frozen, trained_param = params_of(optimizer)
-        frozen.requires_grad_(False)
-        frozen.data = torch.ones(6, 3)
-        for _ in range(2):
-            trained_param.grad = torch.ones(3)
-            optimizer.step()
-    assert_same_bits(*optimizers)
-
-
 def test_gradients_may_change_their_dtype() -> None:
     optimizers = beside_offloaded(dtype=BF16, shapes=[(8,)])
     for dtype in (BF16, F32, BF16):
@@ -626,20 +575,6 @@ def test_norm_that_the_step_measures_itself_skips_under_a_scaler() -> None:
     assert_same_bits(*optimizers)
 
 
-def test_scan_of_an_offloaded_step_is_not_that_of_a_later_one() -> None:
-    optimizers = beside_offloaded(max_grad_norm=0.5)
-    give_grads(*optimizers)
-    for optimizer in optimizers:
-        optimizer.step()
-    optimizers[0].offload.remove()
-    for optimizer in optimizers:
-        for grad in grads_of(optimizer):
-            grad.data.mul_(0.25)  # no version counts it
-        optimizer.step()
-    assert_same_bits(*optimizers)
-    assert same_bits(optimizers[0].grad_norm, optimizers[1].grad_norm)
-
-
 def test_unscaled_and_clipped_gradients_step_alike() -> None:
     optimizers = beside_offloaded()
     scalers = scalers_of(amp_ext.GradScaler)
@@ -703,47 +638,6 @@ def test_gradients_that_accumulate_in_place_are_read_anew(scaled: bool) -> None:
             else:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    assert_same_bits(*optimizers)
-
-
-def test_load_makes_no_state_beside_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, other = beside_offloaded(dtype=BF16, master_weights="split8", state_dtype="8bit")
-    trained(other)
-    beside: list[Tensor] = []
-    local = PlacedParam.local.fget
-
-    def recorded(placed: PlacedParam) -> Tensor:
-        beside.append(placed.param)
-        return local(placed)
-
-    file = other.state_dict()
-    monkeypatch.setattr(PlacedParam, "local", property(recorded))
-    optimizer.load_state_dict(file)
-    trained(optimizer)
-    amp_ext.optim.float32_state_dict(optimizer)
-    hosts = {id(optimizer._stored_beside(param)) for param in params_of(optimizer)}
-    assert beside
-    assert {id(param) for param in beside} <= hosts
-
-
-def test_closure_and_training_of_a_model() -> None:
-    models = [nn.Sequential(nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 3))]
-    models.append(copy.deepcopy(models[0]))
-    optimizers = [AdamW(model.parameters(), lr=0.01) for model in models]
-    offloaded(optimizers[0])
-    for _ in range(5):
-        x = torch.randn(16, 9)
-        losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-
-            def closure(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> Any:
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure))
-        assert same_bits(*losses)
     assert_same_bits(*optimizers)
 
 
@@ -874,28 +768,6 @@ def test_error_in_the_thread_says_what_was_stepped(name: str, after: int, progre
     for optimizer in optimizers:
         optimizer.step()
     assert_same_bits(*optimizers)
-
-
-def test_next_call_waits_for_work_that_an_interrupt_has_left() -> None:
-    optimizers = beside_offloaded()
-    transport_of(optimizers[0]).up.delay = 0.02
-    offload = optimizers[0].offload
-    give_grads(*optimizers)
-    submit = offload._submit
-
-    def interrupted(work: Any) -> None:
-        offload._work = submit(work)
-        raise KeyboardInterrupt
-
-    offload._submit = interrupted
-    offload._chunk_bytes = 1 << 30  # all parameters in one chunk
-    with pytest.raises(KeyboardInterrupt):
-        optimizers[0].step()
-    offload._submit = submit
-    optimizers[1].step()
-    optimizers[0].state_dict()
-    assert_same_bits(*optimizers)
-    assert_trains_alike(optimizers, 2)
 
 
 def test_second_offload_is_refused() -> None:
@@ -1243,18 +1115,6 @@ trained(optimizer)
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", rows({
     "exit": "print('end')",
-    "exit-in-mid-step": """
-import signal
-import sys
-from harness.optimizer_cases import give_grads
-transport.up.delay = 0.2
-give_grads(optimizer)
-signal.signal(signal.SIGALRM, lambda *_: sys.exit(0))
-signal.setitimer(signal.ITIMER_REAL, 0.1)
-try:
-    optimizer.step()
-finally:
-    print('end')""",
     "fork": """
 child = os.fork()
 if child == 0:
@@ -1285,26 +1145,3 @@ def test_processes_end(rest: str) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
-def test_steps_of_two_threads_are_refused_or_whole() -> None:
-    optimizer, other = beside_offloaded()
-    train([optimizer, other])
-    transport_of(optimizer).up.delay = 0.02
-    give_grads(optimizer, other)
-    errors: list[Exception] = []
-
-    def step() -> None:
-        try:
-            optimizer.step()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=step) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for _ in range(2 - len(errors)):
-        other.step()
-    assert_same_bits(optimizer, other)

@@ -184,48 +184,6 @@ def test_a_refused_launch_leaves_each_parameter_whole(
     assert len(seen) >= 4  # dtypes and kernels
 
 
-def test_the_next_try_takes_over_what_was_changed_behind_a_master(emulated):
-    def changed() -> Optimizer:
-        optimizer = small()
-        optimizer.step()
-        with torch.no_grad():
-            for param in params_of(optimizer):
-                param.mul_(0.5)
-        return optimizer
-
-    wanted, optimizer = changed(), changed()
-    wanted.step()
-    with refusing_launch(0), pytest.raises(torch.AcceleratorError, match=WORDS):
-        optimizer.step()
-    optimizer.step()
-    cases.assert_same_bits(optimizer, wanted)
-
-
-# What comes after it.
-
-
-def small(name: str = "AdamW", **options: Any) -> Optimizer:
-    """Returns an optimizer of two launches, with gradients."""
-    torch.manual_seed(0)
-    params = make_params(F32, shapes=[(3,)]) + make_params(BF16, shapes=[(2, 2), (3,)])
-    optimizer = cases.ours(name)(params, lr=0.5, **options)
-    optimizer.init_state()
-    give_grads(optimizer)
-    return optimizer
-
-
-def test_a_scaler_does_not_step_a_second_time(emulated):
-    optimizer, scaler = small(), amp_ext.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(torch.ones(1))
-    with refusing_launch(3), pytest.raises(torch.AcceleratorError, match=WORDS):
-        scaler.step(optimizer)
-    left = bits_of(optimizer)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="was interrupted"):
-            scaler.step(optimizer)
-    assert all(map(are_same, bits_of(optimizer), left))
-
-
 # Copies.
 
 
@@ -257,17 +215,3 @@ def test_a_refused_copy_leaves_each_parameter_whole_or_is_told(name, options, ro
             assert (of, stepped) == (len(kinds), kinds.count("new"))
             assert 0 <= in_part - kinds.count("part") <= kinds.count("old")  # all of it is copied
     assert found == {"old", "new", "part"}
-
-
-def test_the_note_of_a_failed_step_is_on_no_later_error(monkeypatch):
-    steps = failed_steps(lambda: make("SGD", {}, staged=True), stepper(None), RefusesCopy)
-    optimizer = next(one for one, _, error in steps if counts_in(error, "SGD") is not None)
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("something else")
-
-    monkeypatch.setattr(type(optimizer), "_grad_norms", fails)
-    optimizer.track_grad_norms = True
-    with pytest.raises(RuntimeError, match="something else") as caught:
-        optimizer.step()
-    assert not hasattr(caught.value, "__notes__")

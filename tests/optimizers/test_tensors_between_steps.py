@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import re
 import threading
@@ -22,7 +21,6 @@ from torch.distributed.tensor import distribute_module, distribute_tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.optim import stepper
 
 
 def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, **more: Any) -> Any:
@@ -162,62 +160,6 @@ def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted(
         assert torch.equal(param.detach(), torch.full((3,), wanted))
 
 
-def test_what_others_keep_in_a_state_does_not_slow_steps(monkeypatch) -> None:
-    optimizer = optimizer_of("AdamW", {"lr": 0.1})
-    optimizer.step()
-    completed = []
-    monkeypatch.setattr(stepper, "init_states", lambda *args: completed.append(args))
-    for index in range(3):
-        for state in optimizer.state.values():
-            state["of mine"] = torch.ones(index)
-            state[index] = state
-        optimizer.state["of all"] = {"exp_avg": torch.ones(())}
-        optimizer.step()
-        assert not completed
-
-
-@pytest.mark.parametrize("of_all", [True, False])
-def test_states_in_mappings_that_are_no_dicts_are_stepped(of_all: bool) -> None:
-    optimizer = optimizer_of("AdamW", {"lr": 0.1})
-    other = copy.deepcopy(optimizer)
-    if of_all:
-        optimizer.state = collections.UserDict(optimizer.state)
-    else:
-        states = {param: collections.UserDict(state) for param, state in optimizer.state.items()}
-        optimizer.state.update(states)
-    for _ in range(2):
-        give_grads(optimizer, other)
-        replace_states(optimizer, "exp_avg")
-        optimizer.step()
-        other.step()
-    cases.assert_same_bits(optimizer, cases.bits_of(other))
-
-
-@each_class
-def test_a_lazy_clone_of_the_parameter_may_be_its_gradient(name, options) -> None:
-    optimizer = optimizer_of(name, options)
-    twin = copy.deepcopy(optimizer)
-    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
-        param.grad = torch._lazy_clone(param.detach())
-        other.grad = other.detach().clone()
-    optimizer.step()
-    twin.step()
-    cases.assert_same_bits(optimizer, twin)
-
-
-def test_another_memory_at_the_same_address_is_seen() -> None:
-    memory = torch.ones(4, dtype=BF16).view(torch.int16).numpy()
-    param = Parameter(torch.from_numpy(memory).view(BF16))
-    optimizer = amp_ext.optim.SGD([param], lr=0.0)
-    param.grad = torch.zeros_like(param)
-    optimizer.step()
-    param.data = torch.empty(0, dtype=BF16)  # frees its storage, whose place is free as well
-    memory[:] = torch.full((4,), 3.0, dtype=BF16).view(torch.int16).numpy()
-    param.data = torch.from_numpy(memory).view(BF16)
-    optimizer.step()
-    assert torch.equal(optimizer.state[param]["master_param"], torch.full((4,), 3.0))
-
-
 @pytest.mark.parametrize("scaled", [False, True], ids=["step", "scaler"])
 @pytest.mark.parametrize("which", ["param", "grad", "momentum_buffer", "master_param"])
 def test_a_tensor_without_its_storage_is_refused(which: str, scaled: bool) -> None:
@@ -295,18 +237,3 @@ def test_a_second_thread_is_refused_before_it_writes(operation: str) -> None:
     assert re.match(words, str(errors[0]))
     cases.assert_same_bits(optimizer, twin)
     assert called_in_another_thread(optimizer.step) == []
-
-
-@pytest.mark.parametrize("operation", ["step", "scan_gradients"])
-def test_an_interrupted_call_keeps_no_thread_out(operation: str) -> None:
-    optimizer = optimizer_of("AdamW", {})
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    optimizer.param_groups[0]["eps"] = calling(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        getattr(optimizer, operation)(*(() if operation == "step" else (torch.zeros(()),)))
-    optimizer.param_groups[0]["eps"] = 1e-8
-    assert called_in_another_thread(optimizer.step) == []
-    optimizer.step()

@@ -24,16 +24,11 @@ from harness.scaler_cases import (
     through_a_file,
 )
 from torch.nn import Parameter
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp_ext
-from amp_ext import amp_protocol
 
 NO_CHECKS = r"^No inf checks were recorded for this optimizer\.$"
 both_scalers = pytest.mark.parametrize("scaler_class", [TorchScaler, amp_ext.GradScaler])
-
-
-one_of_each = cases.over([plain_sgd, fused_sgd])
 
 
 def give(optimizer: Any, value: float) -> None:
@@ -193,26 +188,6 @@ def test_a_hook_may_take_all_gradients_away(value, device):
     assert scaler.get_scale() == (2.0 if value == INF else 4.0)
 
 
-@pytest.mark.parametrize("hook", ["none", "pre", "pre-of-all", "post"])
-def test_gradients_are_looked_at_again_only_after_a_hook_before_the_step(hook, monkeypatch):
-    optimizer, scaler, scans = filled(4.0, make=plain_sgd), ready(), []
-    scan = amp_ext.optim.SGD._scan
-
-    def counted(*arguments: Any) -> amp_protocol.ScanResult:
-        scans.append(scan(*arguments))
-        return scans[-1]
-
-    monkeypatch.setattr(amp_ext.optim.SGD, "_scan", counted)
-    handle = register_optimizer_step_pre_hook(lambda *_: None) if hook == "pre-of-all" else None
-    if hook in ("pre", "post"):
-        getattr(optimizer, f"register_step_{hook}_hook")(lambda *_: None)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
-    scaler.step(optimizer)
-    assert len(scans) == (2 if "pre" in hook else 1)
-    if handle is not None:
-        handle.remove()
-
-
 # A step that ends otherwise than well.
 
 
@@ -353,6 +328,3 @@ def test_a_copy_made_within_a_step_has_nothing_that_was_handed_over(scaler_class
     give(twin, 1.0)
     twin.step()
     assert values(twin) == [0.5] * 3
-
-
-# The protocol, for others.

@@ -7,11 +7,8 @@ import copy
 import dataclasses
 import gc
 import logging
-import sys
-import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -132,17 +129,6 @@ def test_more_optimizers_than_one_launch_takes(unscale, device):
     assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 128", 0)
 
 
-def test_optimizers_that_come_later_leave_earlier_answers_alone(device):
-    """The earlier one takes no part, as a generator that is trained every few steps."""
-    scaler, first = ready(device), our_sgd(new_params(device))
-    iterate(scaler, first, bad=[0])
-    others = []
-    for _ in range(20):  # the room for reports grows on the way
-        others.append(our_sgd(new_params(device)))
-        iterate(scaler, *others)
-        assert skips(scaler, first, *others) == [False, True, *[False] * len(others)]
-
-
 @cases.torchs_and_ours
 def test_what_foreign_code_finds_after_a_step_counts(make, device):
     """As an all-reduce over ranks, of which another has overflowed."""
@@ -228,54 +214,6 @@ def test_scales_that_are_set_are_reported(device):
     assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
 
 
-# Threads
-
-
-def assert_whole(scaler, newest):
-    """Reads everything, asserts that it fits together, and returns the number of updates."""
-    stats = scaler.stats()
-    updates = stats.updates
-    skips = updates // 2
-    assert dataclasses.astuple(stats) == (
-        *(updates, updates - skips, skips, int(updates > 0 and updates % 2 == 0)),
-        *(8.0 if updates % 2 else 4.0, 4.0, 8.0 if updates else 4.0),
-        "of 49" if skips else None,
-        0,
-    )
-    assert newest <= updates
-    return updates
-
-
-def test_a_reader_in_another_thread_never_sees_torn_values(device):
-    """Every second update overflows and every other one grows, so that a count tells all others."""
-    scaler, stop = ready(device, growth_interval=1), threading.Event()
-    optimizers = [torchs_sgd(named(device, f"of {i}")) for i in range(50)]
-    culprit = optimizers[-1]
-    iterate(scaler, *optimizers)
-
-    def read():
-        newest = reads = 0
-        while not (stop.is_set() and reads):
-            newest, reads = assert_whole(scaler, newest), reads + 1
-            assert scaler.last_step_skipped(culprit) in (None, False, True)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as threads:
-            reader = threads.submit(read)
-            for number in range(2, 301):
-                newcomers = [torchs_sgd(named(device, "of another"))] * (number % 5 == 0)
-                optimizers += newcomers  # so that they live
-                bad = [0] * (number % 2 == 0)
-                iterate(scaler, *newcomers, culprit, bad=bad, unscale=True)
-            stop.set()
-            reader.result()
-    finally:
-        stop.set()
-        sys.setswitchinterval(interval)
-
-
 def test_a_look_without_a_scaler_leaves_no_name_behind(device):
     first, second = (Parameter(torch.zeros(3, device=device)) for _ in range(2))
     optimizer = amp_ext.optim.SGD([("a", first), ("b", second)], lr=0.1, max_grad_norm=1.0)
@@ -303,6 +241,3 @@ def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, de
         assert scaler.get_scale() == before * (0.5 if any(found_infs) else 2.0)
         stats = scaler.stats(wait=True)
         assert (stats.updates, stats.skips) == (updates, updates if any(found_infs) else 0)
-
-
-# What a notebook shows.
