@@ -558,90 +558,59 @@ def test_a_copy_is_not_released(copied: Callable[[Any], Any]) -> None:
     torch.save(copy.deepcopy(model), io.BytesIO())
 
 
-def test_states_are_saved_loaded_replaced_and_moved_as_without_release() -> None:
-    sides = []
-    for is_released in (False, True):
-        model = network()
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        release = release_gradients(optimizer) if is_released else None
-        saved = None
-        for step in range(8):
-            torch.manual_seed(step)
-            if step == 2:
-                saved = copy.deepcopy(optimizer.state_dict())
-            elif step == 3:
-                optimizer.load_state_dict(saved)
-            elif step == 5:
-                state = optimizer.state[model[0].weight]
-                state["exp_avg"] = state["exp_avg"] * 0.5
-            elif step == 6:
-                optimizer.state[model[2].bias] = {}
-            one_pass(model, torch.randn(4, 8), None)
-            optimizer.step()
-            optimizer.zero_grad()
-        sides.append((bits_of(optimizer), release))
-    assert_same_bits(sides[0][0], sides[1][0])
+def at(step: int, change: Callable[[Any, Any], Any]) -> Callable[..., None]:
+    """Returns what changes an optimizer and its first parameter before one of its steps."""
+    return lambda now, optimizer: now == step and change(optimizer, optimizer.param_groups[0])
 
 
-def test_writes_to_a_16_bit_parameter_reach_its_master() -> None:
-    sides = []
-    for is_released in (False, True):
-        torch.manual_seed(0)
-        param = nn.Parameter(torch.randn(300).to(BF16))
-        optimizer = AdamW([param], lr=0.01)
-        release = release_gradients(optimizer) if is_released else None
-        for step in range(4):
-            if step == 2:
-                with torch.no_grad():
-                    param.mul_(0.5)
-            give(None, [param], [torch.ones_like(param)])
-            optimizer.step()
-            optimizer.zero_grad()
-        sides.append((bits_of(optimizer), release))
-    assert_same_bits(sides[0][0], sides[1][0])
+def save_and_load(step: int, optimizer: Any) -> None:
+    """Loads masters that do not fit the parameters any more."""
+    if step == 1:
+        optimizer.saved = copy.deepcopy(optimizer.state_dict())
+    elif step == 6:
+        optimizer.load_state_dict(optimizer.saved)
 
 
-@pytest.mark.parametrize("changes_norms", [False, True])
-@pytest.mark.parametrize("erase", rows({
-    "clear": lambda optimizer, param: optimizer.state.clear(),
-    "pop": lambda optimizer, param: optimizer.state.pop(param),
-    "new": lambda optimizer, param: setattr(optimizer, "state", collections.defaultdict(dict)),
-}))  # fmt: skip
-def test_states_that_are_erased_begin_anew(
-    erase: Callable[[Any, Any], Any], changes_norms: bool
+def new_norms(optimizer: Any, group: Any) -> None:
+    optimizer.track_grad_norms = True
+    optimizer.state.clear()
+
+
+def halve_a_moment(optimizer: Any, group: Any) -> None:
+    state = optimizer.state[group["params"][0]]
+    state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+BETWEEN = {
+    "write": at(2, lambda optimizer, group: group["params"][0].detach().mul_(0.5)),
+    "clear": at(2, lambda optimizer, group: optimizer.state.clear()),
+    "pop": at(2, lambda optimizer, group: optimizer.state.pop(group["params"][0])),
+    "empty": at(2, lambda optimizer, group: optimizer.state.update({group["params"][1]: {}})),
+    "new": at(
+        2, lambda optimizer, group: setattr(optimizer, "state", collections.defaultdict(dict))
+    ),
+    "norms": at(2, new_norms),
+    "moment": at(2, halve_a_moment),
+    "load": save_and_load,
+}
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("change", rows(BETWEEN))
+def test_changes_between_iterations_count_as_without_release(
+    change: Callable[..., None], dtype: torch.dtype
 ) -> None:
     sides = []
     for is_released in (False, True):
-        params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
-        optimizer = AdamW(params, lr=0.1)
+        torch.manual_seed(0)
+        params = make_params(dtype, shapes=[(300,), (8,)])
+        optimizer = AdamW(params, lr=0.01)
         release = release_gradients(optimizer) if is_released else None
-        for step in range(4):
-            if step == 2:
-                optimizer.track_grad_norms = changes_norms
-                erase(optimizer, params[0])
-            give(None, params, [torch.full((8,), 1.0 - step)] * 2)
-            optimizer.step()
-            optimizer.zero_grad()
-        sides.append((bits_of(optimizer), release))
-    assert_same_bits(sides[0][0], sides[1][0])
-
-
-@pytest.mark.parametrize("dtype", [F16, BF16])
-def test_a_load_takes_masters_that_do_not_fit_from_the_parameters(dtype: torch.dtype) -> None:
-    sides = []
-    for is_released in (False, True):
-        param = nn.Parameter(torch.ones(4, dtype=dtype))
-        optimizer = AdamW([param], lr=0.01)
-        release = release_gradients(optimizer) if is_released else None
-        saved: Any = None
         for step in range(8):
-            give(None, [param], [torch.ones_like(param)])
+            change(step, optimizer)
+            give(None, params, [torch.full_like(param, 1.5 - step) for param in params])
             optimizer.step()
             optimizer.zero_grad()
-            if step == 0:
-                saved = copy.deepcopy(optimizer.state_dict())
-            elif step == 6:
-                optimizer.load_state_dict(saved)
         sides.append((bits_of(optimizer), release))
     assert_same_bits(sides[0][0], sides[1][0])
 

@@ -16,7 +16,6 @@ from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.launch_failures import launches_of
 from harness.optimizer_cases import ours
 from harness.reference import same_bits
-from harness.refused_calls import RANGES
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -358,8 +357,19 @@ def test_a_state_dict_is_plain_and_goes_on(device):
     assert other.stats(wait=True).norms == 4
 
 
+# What numbers of guards must be.
+RANGES = {
+    "sigma_factor": "a finite number above 0",
+    "max_norm": "a number above 0",
+    **dict.fromkeys(("window", "warmup_steps", "patience"), "an int from 1 to 9.22e+18"),
+    "action": "'skip' or 'clip'",
+    "mean": "a finite number of at least 0",
+    "variance": "a finite number of at least 0",
+}
+
+
 A_COUNT = "an int from 0 to 9.22e+18"
-BAD_STATES = [  # beside those of refused_calls
+BAD_STATES = [
     ("mean", None, RANGES["mean"]),
     ("mean", -1.0, RANGES["mean"]),
     ("variance", INF, RANGES["variance"]),
@@ -383,7 +393,11 @@ def test_a_load_takes_all_or_nothing(name, value, wanted):
         guard.load_state_dict(1)
 
 
-BAD_ARGUMENTS = [  # beside those of refused_calls
+BAD_ARGUMENTS = [
+    ("sigma_factor", 0.0, ValueError),
+    ("window", 0, ValueError),
+    ("max_norm", -1.0, ValueError),
+    ("action", "warn", ValueError),
     ("sigma_factor", "6", TypeError),
     ("window", 2.5, TypeError),
     ("warmup_steps", 0, ValueError),

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 import amp_ext
 from state_machine.differences import MODELLED
 from state_machine.sides import (
-    HANDLES,
     ROWS,
     UNSCALED,
     Pair,
@@ -49,7 +48,6 @@ SITUATIONS = {
     "gradients after unscale_",
     "swapped tensors",
     "converted parameters",
-    "lazy clones",
     "interrupts",
     "hooks that write gradients",
     "groups as tuples",
@@ -100,7 +98,6 @@ class Loops(RuleBasedStateMachine):
         super().__init__()
         self.all: list[Sides] = []
         self.scalers: list[Scalers] = []
-        self.snapshots: list[tuple[Tensor, Tensor, str]] = []
         self.done["examples"] += 1
 
     def did(self, what: str) -> None:
@@ -143,7 +140,7 @@ class Loops(RuleBasedStateMachine):
         own: str,
     ) -> None:
         self.add_scaler(kind, scale, growth_interval, False)
-        self.add_optimizer(row, [dtype], layout, own, 0, "inside", 0, True)
+        self.add_optimizer(row, [dtype], layout, own, 0, 0, True)
 
     @precondition(lambda self: len(self.scalers) < 2)
     @rule(
@@ -166,7 +163,6 @@ class Loops(RuleBasedStateMachine):
         layout=st.sampled_from(["separate", "views of one buffer", "strided", "large"]),
         own=st.sampled_from(sorted(OWN_OF)),
         scaler=number,
-        handle=st.sampled_from(sorted(HANDLES)),
         seed=seeds,
         stepped=st.booleans(),
     )
@@ -177,7 +173,6 @@ class Loops(RuleBasedStateMachine):
         layout: str,
         own: str,
         scaler: int,
-        handle: str,
         seed: int,
         stepped: bool,
     ) -> None:
@@ -190,10 +185,7 @@ class Loops(RuleBasedStateMachine):
         ]
         # Of one scaler for good: scalers that come later do not change which.
         chosen = scaler % len(self.scalers)
-        # Torch's scaler hands over to the object that it is given, of which ours see nothing.
-        if self.scalers[chosen].kind == "torch" or self.leaves_out("delegates"):
-            handle = "inside"
-        self.all.append(Sides(row, groups, chosen, HANDLES[handle], **OWN_OF[own]))
+        self.all.append(Sides(row, groups, chosen, **OWN_OF[own]))
         self.did("add_optimizer")
         if stepped:
             self.iteration(len(self.all) - 1, seed, None, False)
@@ -257,16 +249,22 @@ class Loops(RuleBasedStateMachine):
     @rule(which=number, to_none=st.booleans())
     def zero_grad(self, which: int, to_none: bool) -> None:
         sides = self.sides(which)
-        sides.handle.zero_grad(set_to_none=to_none)
+        sides.mine.zero_grad(set_to_none=to_none)
         sides.twin.zero_grad(set_to_none=to_none)
         self.did("zero_grad")
 
-    @rule(which=number)
-    def unscale(self, which: int) -> None:
+    @rule(which=number, wrapped=st.booleans())
+    def unscale(self, which: int, wrapped: bool) -> None:
         sides = self.sides(which)
+        handle = sides.mine
+        if wrapped and self.scalers_of(sides).kind != "torch" and not self.leaves_out("delegates"):
+            self.differs(
+                "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse"
+            )
+            handle = sides.wrapper
         sides.remove_release()
         scalers, grads = self.scalers_of(sides), [p.mine.grad for _, p in sides.with_grads()]
-        error = error_of(lambda: scalers.mine.unscale_(sides.handle))
+        error = error_of(lambda: scalers.mine.unscale_(handle))
         is_ready = scalers.enabled and scalers.twin._scale is not None and scalers.is_ready(sides)
         if is_ready and any(grad.dtype == F16 for grad in grads):
             self.differs("fp16 gradients in `scaler.step`")
@@ -358,7 +356,7 @@ class Loops(RuleBasedStateMachine):
         scalers = self.scalers_of(sides)
         if scalers.kind in ("torch", "disabled") or scalers.twin._scale is None:
             return
-        error = error_of(lambda: scalers.mine.step(sides.handle, lambda: 0.0))
+        error = error_of(lambda: scalers.mine.step(sides.mine, lambda: 0.0))
         self.differs("`scaler.step(optimizer, closure)` with a fused optimizer")
         assert "Closure use is not currently supported" in str(error), repr(error)
         self.did("closure_by_place")
@@ -385,7 +383,7 @@ class Loops(RuleBasedStateMachine):
     def iterate(self, which: int, seed: int, bad: str | None) -> str:
         sides = self.sides(which)
         scalers = self.scalers_of(sides)
-        sides.handle.zero_grad()
+        sides.mine.zero_grad()
         sides.twin.zero_grad()
         self.backward(which, seed, "all", bad, "dense", True, False)
         result = self.take_step(sides, Plan(scalers))
@@ -393,24 +391,12 @@ class Loops(RuleBasedStateMachine):
         return result
 
     @precondition(lambda self: "interrupts" not in self.without)
-    @rule(
-        which=number,
-        where=st.sampled_from(["before", "after"]),
-        scaled=st.booleans(),
-    )
-    def interrupted_step(self, which: int, where: str, scaled: bool) -> None:
+    @rule(which=number, scaled=st.booleans())
+    def interrupted_step(self, which: int, scaled: bool) -> None:
         sides = self.sides(which)
-        scalers = self.scalers_of(sides)
-        if not scaled and not sides.has_finite_grads():
-            return
-        plan = Plan(scalers if scaled else None, interrupted=where)
-        result = self.take_step(sides, plan)
-        if where == "after" and result == "interrupted":
-            sides.handle.zero_grad()  # they are used up
-            sides.twin.zero_grad()
-            if scaled:
-                scalers.end_interrupted()
-        self.did(f"interrupted_step {where} {result}")
+        if scaled or sides.has_finite_grads():
+            plan = Plan(self.scalers_of(sides) if scaled else None, interrupted=True)
+            self.did(f"interrupted_step {self.take_step(sides, plan)}")
 
     @precondition(lambda self: "interrupts" not in self.without)
     @rule(which=number, numbered=number, scaled=st.booleans())
@@ -426,7 +412,7 @@ class Loops(RuleBasedStateMachine):
             return  # torch's scaler would take the next gradients for unscaled
         dense, before = pair.mine.grad, pair.mine.detach().clone()
         pair.mine.grad = dense.to_sparse()
-        call = sides.handle.step if scalers is None else lambda: scalers.mine.step(sides.mine)
+        call = sides.mine.step if scalers is None else lambda: scalers.mine.step(sides.mine)
         self.differs("`differentiable=True`, sparse or complex gradients")
         assert isinstance(error_of(call), Exception)
         if scalers is not None and scalers.enabled and scalers.mine._per_optimizer_states:
@@ -449,7 +435,7 @@ class Loops(RuleBasedStateMachine):
         of_torch = [o.name for o in described if o.is_read and not o.on_load.startswith("kept")]
         name = of_torch[lost % len(of_torch)]
         value = group.pop(name)
-        text = str(error_of(sides.handle.step))
+        text = str(error_of(sides.mine.step))
         group[name] = value
         self.differs("an option of torch that is missing in a group")
         assert f"{name} of group {index} must be present" in text, f"without {name}: {text}"

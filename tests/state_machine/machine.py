@@ -27,7 +27,6 @@ from amp_ext.optim import (
 from state_machine.loops import DTYPES, draws, dtypes, new_params, number, seeds
 from state_machine.releasing import Releasing
 from state_machine.sides import (
-    HANDLES,
     OWN_OPTIONS,
     Pair,
     Sides,
@@ -173,18 +172,6 @@ class Machine(Releasing):
         pair.take_grad()
         self.did(f"convert {how}")
 
-    @precondition(lambda self: "swapped tensors" not in self.without)
-    @rule(which=number, numbered=number)
-    def swap_grad(self, which: int, numbered: int) -> None:
-        sides = self.sides(which)
-        _, pair = sides.pair(numbered)
-        grad = pair.mine.grad
-        if grad is not None:
-            pair.mine.grad = None  # torch refuses while the parameter holds it
-            torch.utils.swap_tensors(grad, grad.clone())
-            pair.mine.grad = grad
-            self.did("swap_grad")
-
     @rule(which=number, numbered=number, seed=seeds, keep_state=st.booleans())
     def replace_param(self, which: int, numbered: int, seed: int, keep_state: bool) -> None:
         sides = self.sides(which)
@@ -218,34 +205,7 @@ class Machine(Releasing):
         changed = (*members[:index], param, *members[index + 1 :])
         next(g for g in groups if g["params"] is members)["params"] = changed
 
-    @precondition(lambda self: "lazy clones" not in self.without)
-    @rule(which=number, numbered=number, name=st.sampled_from(["param", "grad", "state"]))
-    def take_snapshot(self, which: int, numbered: int, name: str) -> None:
-        """Takes a clone that shares memory until one of the two is written."""
-        sides = self.sides(which)
-        _, pair = sides.pair(numbered)
-        tensors = list(sides.state(pair).values()) if name == "state" else [pair.mine.detach()]
-        if name == "grad":
-            tensors = [] if pair.mine.grad is None else [pair.mine.grad]
-        for tensor in tensors:
-            self.snapshots.append((torch._lazy_clone(tensor), tensor.detach().clone(), name))
-            self.did("take_snapshot")
-        del self.snapshots[:-8]
-
     # Groups, options and states.
-
-    @precondition(lambda self: "delegates" not in self.without)
-    @rule(which=number, handle=st.sampled_from(sorted(HANDLES)))
-    def hand_in(self, which: int, handle: str) -> None:
-        """Goes on with another object around the same optimizer."""
-        sides = self.sides(which)
-        if self.scalers_of(sides).kind != "torch":  # to torch's it is another optimizer
-            self.differs(
-                "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse"
-            )
-            sides.wrap = HANDLES[handle]
-            sides.handle = sides.wrap(sides.mine)
-            self.did(f"hand_in {handle}")
 
     @rule(which=number, dtype=dtypes, lr=st.sampled_from([0.05, 0.25]), seed=seeds)
     def add_group(self, which: int, dtype: str, lr: float, seed: int) -> None:
@@ -255,7 +215,7 @@ class Machine(Releasing):
         pairs = [Pair.of(param) for param in new_params("separate", DTYPES[dtype], seed)]
         norm = {"max_grad_norm": sides.mine.param_groups[0]["max_grad_norm"]}
         mine, twins = [pair.mine for pair in pairs], [pair.twin for pair in pairs]
-        sides.handle.add_param_group({"params": mine, "lr": lr, **norm})
+        sides.mine.add_param_group({"params": mine, "lr": lr, **norm})
         sides.twin.add_param_group({"params": twins, "lr": lr})
         sides.pairs.append(pairs)
         self.did("add_group")
@@ -300,7 +260,7 @@ class Machine(Releasing):
         params = list(group["params"])
         group["params"] = how(params)
         if how is not tuple:
-            text = str(error_of(sides.handle.step))
+            text = str(error_of(sides.mine.step))
             group["params"] = params
             self.differs("an iterator or a set in `params` of a group")
             assert f"params of group {index} must be a list" in text, text
@@ -436,7 +396,7 @@ class Machine(Releasing):
         self.did(f"save_and_load {how}")
 
     def _into_ours(self, sides: Sides, by_name: bool, inference: bool) -> None:
-        file, old = through_a_file(sides.handle.state_dict()), sides.mine
+        file, old = through_a_file(sides.mine.state_dict()), sides.mine
         if by_name:
             self.differs("a named parameter at another position in the file")
             # Of a model that declares its layers in the other order, behind DDP
@@ -452,14 +412,14 @@ class Machine(Releasing):
             if by_name:
                 group["param_names"] = [f"{number}.{i}" for i in range(len(group["params"]))][::-1]
         with torch.inference_mode(inference):
-            sides.handle.load_state_dict(file)
+            sides.mine.load_state_dict(file)
         for number, group in enumerate(sides.mine.param_groups):
             names = group.pop("param_names", [])
             assert names == [f"{number}.{i}" for i in range(len(names))][::-1], "names of a group"
 
     def _into_torch(self, sides: Sides) -> None:
         has_codes = sides.has_codes()
-        saved = float32_state_dict(sides.mine) if has_codes else sides.handle.state_dict()
+        saved = float32_state_dict(sides.mine) if has_codes else sides.mine.state_dict()
         file = through_a_file(saved)
         for key, (_, pair) in enumerate(sides):
             if not sides.has_stepped(pair):
@@ -474,7 +434,7 @@ class Machine(Releasing):
     def _from_torch(self, sides: Sides, inference: bool) -> None:
         file = through_a_file(sides.twin.state_dict())
         with torch.inference_mode(inference):
-            sides.handle.load_state_dict(file)
+            sides.mine.load_state_dict(file)
         for _, pair in sides:  # such a file has no masters
             pair.twin.data.copy_(pair.mine.detach())
             numbers, state = sides.numbers(pair), sides.state(pair)
@@ -511,5 +471,3 @@ class Machine(Releasing):
             sides.assert_as_known()
         for scalers in self.scalers:
             scalers.assert_as_known()
-        for clone, copied, name in self.snapshots:
-            assert_exact(clone, copied, f"a lazy clone of a {name}")

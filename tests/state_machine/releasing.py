@@ -55,7 +55,7 @@ class Releasing(Watching):
         scalers = self.scalers_of(sides) if scaled else None
         if scalers is not None and (scalers.kind == "torch" or not scalers.is_ready(sides)):
             return
-        for optimizer in (sides.handle, sides.twin):
+        for optimizer in (sides.mine, sides.twin):
             optimizer.zero_grad()
         if not self.release(sides, scalers):
             self.did("released_iteration refused")
@@ -98,7 +98,7 @@ class Releasing(Watching):
                 grads = [torch.ones_like(param) for param in params]
                 error = error_of(lambda: torch.autograd.backward(params, grads))
                 assert "gradients can't be released with" in str(error), repr(error)
-                sides.handle.zero_grad()
+                sides.mine.zero_grad()
             return False
         scaler = None if scalers is None else scalers.mine
         error = error_of(lambda: release_gradients(mine, scaler))
@@ -149,7 +149,7 @@ class Releasing(Watching):
         totals: dict[Pair, Tensor],
     ) -> str:
         if scalers is None:
-            sides.handle.step()
+            sides.mine.step()
             result = step.compare(totals, 1.0)
             self.compare_outputs(sides, step, result)
             return result
@@ -186,6 +186,6 @@ class Releasing(Watching):
             warnings.simplefilter("always")
             if end == "remove":
                 sides.remove_release()
-            sides.handle.zero_grad()
+            sides.mine.zero_grad()
         of_ours = [str(w.message) for w in caught if "ended without step()" in str(w.message)]
         assert len(of_ours) == bool(stepped), of_ours

@@ -26,7 +26,6 @@ from harness.number_codes import (
 )
 from harness.optimizer_cases import OPTIMIZERS, counts_steps, ours, taken, theirs
 from harness.reference import TOLERANCES, refreshed_master
-from harness.scaler_cases import Delegating
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -148,11 +147,6 @@ def written(grad: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(grad.untyped_storage()), grad.storage_offset(), grad._version
 
 
-def placed(grad: Tensor) -> tuple[Any, ...]:
-    """Returns the same with its address, which the first write after a lazy clone moves."""
-    return *written(grad), torch._C._data_address(grad)
-
-
 def is_split(group: dict[str, Any]) -> bool:
     return isinstance(group["master_weights"], str)
 
@@ -190,19 +184,17 @@ class Sides:
 
     Attributes:
         pairs: Parameters by group.
-        handle: What a user has of our optimizer: it, or an object that delegates to it.
+        wrapper: An object around our optimizer.
         scaler: Number of the scaler that it is used with.
         noted: The gradients when a loss was scaled after ``unscale_``; None if none was.
-        scaled: The gradients that the last step with a scale took, as :func:`placed` tells them.
+        scaled: The gradients that the last step with a scale took, as :func:`written` tells them.
         released_by: The scaler with which gradients are released, if they are; None without one.
         hooked: The parameters whose gradients the present release has met.
     """
 
-    def __init__(
-        self, row: str, groups: list[list[Parameter]], scaler: int, wrap: Any, **own: Any
-    ) -> None:
+    def __init__(self, row: str, groups: list[list[Parameter]], scaler: int, **own: Any) -> None:
         self.name, self.options = ROWS[row]
-        self.own, self.scaler, self.wrap = own, scaler, wrap
+        self.own, self.scaler = own, scaler
         self.noted: dict[Pair, Any] | None = None
         self.pairs = [[Pair.of(param) for param in params] for params in groups]
         self.mine = self.new_of_ours()
@@ -227,7 +219,7 @@ class Sides:
         self.released_by: Scalers | None = None
         self.hooked: set[Parameter] = set()
         self.scaled: dict[Pair, Any] = {}
-        self.handle = self.wrap(optimizer)
+        self.wrapper = WithCopiedFlag(optimizer)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Pair]]:
         for group, pairs in zip(self.mine.param_groups, self.pairs, strict=True):
@@ -420,33 +412,14 @@ class Scalers:
         if self.enabled and self.kind != "torch" and skipped and new_scale is None:
             assert self.mine.last_step_skipped(wait=True) == any(skipped)
             if sides is not None and flags:
-                assert self.mine.last_step_skipped(sides.handle, wait=True) == any(flags)
+                assert self.mine.last_step_skipped(sides.mine, wait=True) == any(flags)
         if not 2.0**-8 <= self.twin.get_scale() <= 2.0**20:
             for scaler in (self.mine, self.twin):
                 scaler.update(1024.0)
         return True
 
-    def end_interrupted(self) -> None:
-        """Updates after a step that has written and raised."""
-        if not self.update(None):
-            self.update(self.twin.get_scale())
-
     def assert_as_known(self) -> None:
         assert self.mine.state_dict() == self.twin.state_dict()
-
-
-class Derived(Delegating, Optimizer):
-    """An object that delegates by a class of torch's, as Accelerate's is."""
-
-
-for _name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-    setattr(
-        Derived,
-        _name,
-        lambda self, *args, _name=_name, **options: getattr(self.optimizer, _name)(
-            *args, **options
-        ),
-    )
 
 
 class WithCopiedFlag(Optimizer):
@@ -463,11 +436,3 @@ class WithCopiedFlag(Optimizer):
 
     def step(self) -> Any:
         return self.optimizer.step()
-
-
-# What a user may have of an optimizer.
-HANDLES: dict[str, Callable[[Optimizer], Any]] = {
-    "inside": lambda optimizer: optimizer,
-    "delegate": Delegating,
-    "derived": Derived,
-}

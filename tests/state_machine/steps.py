@@ -20,14 +20,12 @@ from state_machine.sides import (
     Pair,
     Scalers,
     Sides,
-    WithCopiedFlag,
     assert_exact,
     assert_near,
     distance_of_codes,
     doubled,
     error_of,
     is_split,
-    placed,
     second_moment,
     written,
 )
@@ -57,14 +55,14 @@ class Plan:
     Attributes:
         scalers: By which scaler, None for ``optimizer.step()``.
         hook: How a hook before the step writes gradients, if one does.
-        interrupted: Which hook raises, "before" or "after" the step.
+        interrupted: Whether the hook before the step raises.
         preset: A scale of their own that gradients carry, told by ``optimizer.grad_scale``.
         wrapped: Steps an object around the optimizer, before which our scaler unscales.
     """
 
     scalers: Scalers | None = None
     hook: str | None = None
-    interrupted: str | None = None
+    interrupted: bool = False
     preset: float | None = None
     wrapped: bool = False
 
@@ -115,9 +113,9 @@ class Step:
         landed = None if self.plan.wrapped else self.sides.mine.step_applied
         if landed is not None and result in ("stepped", "skipped"):
             assert landed.item() == (result == "stepped" and bool(self.with_grads)), result
-        if self.has_scale and result in ("stepped", "skipped", "interrupted"):
+        if self.has_scale and result in ("stepped", "skipped"):
             self._remember_scaled_grads()
-        if result == "stepped" or (result == "interrupted" and self._has_stepped()):
+        if result == "stepped":
             self._compare()
         else:
             self._assert_untouched()
@@ -125,25 +123,20 @@ class Step:
             pair.take_grad()
         return result
 
-    def _has_stepped(self) -> bool:
-        return self.plan.interrupted == "after" and not self.is_skipped
-
     # Gradients that a step left as they were, with their scale.
 
     def _remember_scaled_grads(self) -> None:
-        if self.plan.interrupted == "before":
-            return
         for group, pair in self.with_grads:
             self.sides.scaled.pop(pair, None)
             if not group["write_back_grads"]:
-                self.sides.scaled[pair] = placed(pair.mine.grad)
+                self.sides.scaled[pair] = written(pair.mine.grad)
 
     def _meets_scaled_grads(self) -> bool:
         """Returns whether our side refuses this step, which neither has a scale nor a scaler."""
-        if self.scalers is not None or self.has_scale or self.plan.interrupted == "before":
+        if self.scalers is not None or self.has_scale or self.plan.interrupted:
             return False
         scaled = self.sides.scaled
-        return any(scaled.get(pair) == placed(pair.mine.grad) for _, pair in self.with_grads)
+        return any(scaled.get(pair) == written(pair.mine.grad) for _, pair in self.with_grads)
 
     # Our side.
 
@@ -169,24 +162,19 @@ class Step:
                     for _, pair in self.with_grads:
                         HOOKS[plan.hook](pair.mine)
                         self.before[pair].grad = pair.mine.grad.clone()
-            if plan.interrupted == "before":
+            if plan.interrupted:
                 raise Interruption
 
-        def after_step(*_: Any) -> None:
-            raise Interruption
-
         hooks = []
-        if plan.hook is not None or plan.interrupted == "before":
+        if plan.hook is not None or plan.interrupted:
             hooks.append(sides.mine.register_step_pre_hook(before_step))
-        if plan.interrupted == "after":
-            hooks.append(sides.mine.register_step_post_hook(after_step))
         if plan.preset is not None:
             sides.mine.grad_scale = torch.tensor(plan.preset)
         try:
             if plan.scalers is None:
-                return error_of(sides.handle.step)
-            stepped = WithCopiedFlag(sides.mine) if plan.wrapped else sides.mine
-            return error_of(lambda: plan.scalers.mine.step(stepped))
+                return error_of(sides.mine.step)
+            handle = sides.wrapper if plan.wrapped else sides.mine
+            return error_of(lambda: plan.scalers.mine.step(handle))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -247,7 +235,7 @@ class Step:
             hook.remove()
         if any(flag > 0 for flag in scalers.flags_of(sides).values()) and expected is None:
             self.is_skipped = True
-            if self.hook_was_called or self.plan.interrupted == "after":
+            if self.hook_was_called:
                 self.differs("step hooks when a step is skipped")
         if isinstance(expected, SkippedError):
             self.differs("inf and NaN that appear after the scaler's check")
@@ -280,7 +268,7 @@ class Step:
 
     def _before_torchs_step(self, *_: Any) -> None:
         """Gives torch's step the gradients that ours takes: those of the hook, clipped."""
-        if self.plan.interrupted == "before":
+        if self.plan.interrupted:
             raise Interruption
         if self.plan.hook is not None:
             for _, pair in self.with_grads:
@@ -320,13 +308,13 @@ class Step:
     def _result(self, error: BaseException | None, expected: BaseException | None) -> str:
         sides, scalers, plan = self.sides, self.scalers, self.plan
         refused = expected is not None and not isinstance(expected, Interruption)
-        if refused or plan.interrupted is None:
+        if refused or not plan.interrupted:
             (plan.scalers or Scalers("amp_ext")).assert_same_error(error, expected)
             if refused:
                 return "refused"
             return "skipped" if self.is_skipped else "stepped"
         assert isinstance(error, Interruption), f"{error!r} instead of an interruption"
-        if scalers is not None and plan.interrupted == "before" and self.stage is not STEPPED:
+        if scalers is not None and plan.interrupted and self.stage is not STEPPED:
             self.differs("`scaler.step` raises, or is interrupted, in a fused optimizer")
             scalers.knows(sides)["stage"] = self.stage
         return "interrupted"
