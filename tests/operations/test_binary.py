@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,42 +39,11 @@ def classes_of_stub() -> dict[str, dict[str, ast.AST]]:
     return members
 
 
-def parameters_of_stub(node: ast.FunctionDef) -> list[str]:
-    return [argument.arg for argument in node.args.args if argument.arg != "self"]
-
-
-def parameters_of_binary(function: Any) -> list[str]:
-    """Reads the names in the first line of pybind11's docstring, before their types."""
-    text = next(line for line in function.__doc__.splitlines() if "(" in line)
-    names = re.findall(r"\w+(?=: )|\*\*kwargs", text.rpartition(" -> ")[0])
-    return [name for name in names if name != "self"]
-
-
 def test_the_stub_names_the_classes_of_the_binary():
     stub = classes_of_stub()
     assert stub.keys() == {name for name, each in vars(ops._C).items() if isinstance(each, type)}
     for name, members in stub.items():
         assert public(members) == public(dir(getattr(ops._C, name))), name
-
-
-def test_methods_of_the_stub_have_the_parameters_of_the_binary():
-    for name, members in classes_of_stub().items():
-        for method, of_stub in members.items():
-            if method.startswith("_") or not isinstance(of_stub, ast.FunctionDef):
-                continue
-            of_binary = getattr(getattr(ops._C, name), method)
-            if "Overloaded" not in of_binary.__doc__:
-                got = parameters_of_binary(of_binary)
-                assert got == parameters_of_stub(of_stub), f"{name}.{method}"
-
-
-def test_the_package_calls_every_function_of_the_binary():
-    """Descriptions and operations of optimizers it finds by their names."""
-    files = [file.read_text() for file in STUB.parent.rglob("*.py")]
-    named = {name for text in files for name in re.findall(r"(?:_C|ops|binary)\.(?=(\w+))", text)}
-    functions = {name for name, each in vars(ops._C).items() if inspect.isbuiltin(each)}
-    by_name = {described.operation for described in DESCRIBED}
-    assert public(functions) - named - by_name == {"complement_of_power"}, "which a test calls"
 
 
 @EACH_OPTIMIZER

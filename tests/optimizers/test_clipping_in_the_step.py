@@ -251,17 +251,6 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(way, change, device):
 OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
 
 
-def test_a_skipped_step_on_the_cpu_moves_no_version():
-    """On a GPU the host does not know of the skip."""
-    optimizer, _ = pair("AdamW", {}, **OPTIONS)
-    cases.train([optimizer])
-    optimizer.found_inf = torch.ones(())
-    tensors = [*params_of(optimizer), *grads_of(optimizer)]
-    versions = [tensor._version for tensor in tensors]
-    optimizer.step()
-    assert [tensor._version for tensor in tensors] == versions
-
-
 @pytest.mark.parametrize("write_back", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_only_a_write_back_moves_the_version_of_gradients(transposed, write_back: bool, device):

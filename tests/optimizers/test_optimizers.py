@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import typing
 from typing import Any
 
 import pytest
@@ -289,11 +288,6 @@ def test_scaling_support_is_a_switch_of_the_class_and_of_the_instance(name):
     optimizer._step_supports_amp_scaling = False
     assert ours(name)._step_supports_amp_scaling is True
     assert ours(name)(make_params(F32))._step_supports_amp_scaling is True
-
-
-@cases.each_name
-def test_type_hints_can_be_resolved(name):
-    assert typing.get_type_hints(cases.ours(name))["gradient_release"] is Any
 
 
 @cases.each_class

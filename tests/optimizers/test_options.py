@@ -21,7 +21,6 @@ from harness.scaler_cases import ready
 from torch import Tensor
 
 import amp_ext
-from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.options import CONFIGURED_OPTIONS, DESCRIPTIONS
 
 numpy = pytest.importorskip("numpy")
@@ -398,12 +397,3 @@ def test_list_operations_refuse_nan(option):
     with pytest.raises(RuntimeError, match=words):
         amp_ext.ops.adam_(params, *rest, [torch.zeros(())], **{**options, option: NAN})
     assert same_bits(params[0], torch.ones(3))
-
-
-@pytest.mark.parametrize("name", ["AdamHyperparams", "Stepper.step", None])
-def test_a_class_without_its_description_is_refused_when_it_is_made(name):
-    options = {} if name is None else {"_hyperparameters_class": name}
-    kind = type("Undescribed", (FusedOptimizer,), options)
-    wanted = f"Undescribed: _hyperparameters_class must be one of .*, got {name!r}$"
-    with pytest.raises(TypeError, match=wanted):
-        kind(make_params(F32), amp_ext.optim.SGD(make_params(F32)).defaults)

@@ -80,16 +80,6 @@ def test_it_follows_the_steps_that_landed_and_takes_parameters_without_a_gradien
     assert average.state_dict()["steps"] == 5, "a step without a gradient lands nowhere"
 
 
-def test_a_flag_that_is_a_number_skips_the_average_too(device):
-    optimizer = amp_ext.optim.SGD(params_of(device, F32), lr=0.1)
-    average = WeightAverage(optimizer)
-    step(optimizer)
-    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), 1
-    step(optimizer)
-    assert average.n_averaged == 1
-    assert optimizer.step_applied == 0
-
-
 def test_a_master_that_its_parameter_has_left_behind_is_what_the_next_step_would_make_of_it(device):
     params = params_of(device, BF16, F32)
     optimizer = amp_ext.optim.SGD(params, lr=0.1)
@@ -181,13 +171,6 @@ def test_a_backward_pass_that_steps_is_refused_inside_a_swap():
     release.remove()
 
 
-def test_a_step_without_parameters_counts_nothing():
-    optimizer = amp_ext.optim.SGD([{"params": []}], lr=0.1)
-    average = WeightAverage(optimizer)
-    optimizer.step()
-    assert average.n_averaged == 0
-
-
 def test_parameters_may_join_and_leave(device):
     params = params_of(device, F32, F32)
     optimizer = amp_ext.optim.SGD(params, lr=0.0)
@@ -246,18 +229,6 @@ def test_a_parameter_of_another_shape_needs_a_restart():
     step(optimizer)
     assert average.n_averaged == 1
     assert same_bits(average.averages[0], optimizer.master_params()[0])
-
-
-def test_an_optimizer_may_get_its_first_parameter_later():
-    optimizer = amp_ext.optim.SGD([{"params": []}], lr=0.1)
-    average = WeightAverage(optimizer)
-    for _ in range(2):  # the second finds parameters that were given back
-        with average.swap():
-            assert average.averages == []
-            assert average.n_averaged == 0
-    optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
-    average.restart()
-    assert same_bits(average.averages[0], torch.ones(3))
 
 
 def with_another_state(optimizer: Any) -> None:
@@ -395,19 +366,6 @@ def test_copies_follow_their_own_optimizer(copied):
     assert removed.n_averaged == 7
 
 
-def test_an_average_may_go_amid_the_hooks_of_a_step():
-    optimizer = amp_ext.optim.SGD([Parameter(torch.ones(3))], lr=0.1)
-    cycle: list[Any] = [WeightAverage(optimizer)]
-    cycle.append(cycle)
-    gone = weakref.ref(cycle[0])
-    optimizer.register_step_post_hook(lambda *arguments: gc.collect())
-    last = WeightAverage(optimizer)
-    del cycle
-    step(optimizer)
-    assert gone() is None
-    assert last.n_averaged == 1
-
-
 @pytest.mark.parametrize(("averages", "launches"), [(0, 1), (1, 2), (2, 3)])
 def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches, emulated):
     def call(steps: int) -> None:
@@ -446,11 +404,3 @@ def test_wrong_arguments_are_refused_by_name(change, error, text):
     optimizer = amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(error, match=f"^WeightAverage: {text}"):
         WeightAverage(**{"optimizer": optimizer} | change)
-
-
-def test_a_lazy_parameter_is_refused():
-    average = WeightAverage(amp_ext.optim.SGD([Parameter(torch.ones(2))], lr=0.1))
-    average.optimizer.add_param_group({"params": list(nn.LazyLinear(2).parameters())})
-    for refused in (lambda: WeightAverage(average.optimizer), average.state_dict):
-        with pytest.raises((RuntimeError, ValueError), match="uninitialized parameter"):
-            refused()

@@ -129,13 +129,6 @@ def test_what_is_built_fits_a_minor_release(tmp_path, monkeypatch, built, runnin
         loaded.cpu_isa()
 
 
-@pytest.mark.parametrize("note", ["", "{", "[]", '{"cuda": null}'])
-def test_a_damaged_note_of_the_build_does_no_harm(tmp_path, monkeypatch, note):
-    (tmp_path / "_build_info.json").write_text(note)
-    monkeypatch.setattr(binary, "__file__", str(tmp_path / "binary.py"))
-    assert binary.load_binary() is amp_ext._C
-
-
 @pytest.mark.slow
 def test_what_loads_slowly_is_not_imported(run_module, tmp_path):
     slow = {"torch._dynamo", "torch.distributed.checkpoint"}

@@ -8,15 +8,12 @@ import operator
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from libraries import library_of_c
 
 import amp_ext
-from amp_ext import binary as compiled_module
 from amp_ext import ops
 from amp_ext.info import __main__ as command_line
 from amp_ext.info.check import DTYPES, check, check_division
@@ -32,10 +29,6 @@ BUILD = {
     "architectures": ["compute_90", "sm_80"],
     "git": "0123456789abcdef-dirty",
 }
-
-
-UNDEFINED = "_ZN3c105Error"
-USES_UNDEFINED = f"void {UNDEFINED}(void); void use(void) {{ {UNDEFINED}(); }}"
 
 
 @pytest.fixture
@@ -56,30 +49,6 @@ def told(out: str) -> list[str]:
     _, found, problem = out.partition("\n\nProblem:\n")
     assert found, out
     return [line.strip() for line in problem.splitlines()]
-
-
-# What is done to the binary, and a part of the message.
-BROKEN = [
-    (Path.unlink, "No module named 'amp_ext._C'"),
-    (functools.partial(library_of_c, USES_UNDEFINED), UNDEFINED),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BROKEN)
-def test_a_broken_binary_is_explained(copy, info, monkeypatch, change, message: str):
-    (binary,) = copy.glob("_C.*.so")
-    change(binary)
-    monkeypatch.setattr(amp_ext, "__path__", [str(copy)])
-    monkeypatch.setattr(compiled_module, "__file__", str(copy / "binary.py"))
-    monkeypatch.delitem(sys.modules, "amp_ext._C")
-    monkeypatch.delattr(amp_ext, "_C")
-    monkeypatch.setattr(ops, "_C", compiled_module.load_binary())
-    monkeypatch.setattr(command_line, "PACKAGE", copy)
-    code, out = info("--check")
-    assert (code, "steps on" in out) == (1, False)
-    (problem,) = told(out)
-    assert message in problem
-    assert "Rebuild: pip install --no-build-isolation" in problem
 
 
 @pytest.mark.slow
@@ -149,26 +118,6 @@ def test_the_facts_of_a_machine_with_gpus_are_printed(pretend, info, monkeypatch
     } <= set(lines)
     assert "(AMP_EXT_CPU_ISA not set)" in out
     assert lines[-1] == "It loads; --check takes real steps on each device."
-
-
-def test_a_build_without_a_note_is_unknown(pretend, info, tmp_path):
-    pretend((9, 0))
-    (tmp_path / "_build_info.json").unlink()
-    code, out = info()
-    assert code == 0
-    assert "unknown: no _build_info.json lies beside the compiled module" in out
-
-
-def test_a_note_of_this_build_holds_what_is_shown():
-    file = command_line.PACKAGE / "_build_info.json"
-    if not file.exists():
-        pytest.skip("the build left no note")
-    build = json.loads(file.read_text())
-    assert build["torch"] == torch.__version__
-    assert build["python"].rpartition(".")[0] == f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert "cpu" in build["backends"]
-    assert bool(build["architectures"]) == bool(build["toolkit"]) == ("cuda" in build["backends"])
-    assert build["compiler"]
 
 
 def test_a_gpu_that_cannot_be_used_is_a_problem(pretend, info):
