@@ -25,7 +25,6 @@ pytestmark = ranks.needs_gloo
 CHECKS = {
     "dtensors": [
         rank_checks_dtensors.dtensors_step_with_the_bits_of_whole_tensors,
-        rank_checks_dtensors.parts_begin_where_torch_says,
         rank_checks_dtensors.lower_parts_are_loaded_into_other_placements,
         rank_checks_dtensors.each_mesh_dimension_takes_one_small_collective,
         rank_checks_dtensors.norms_of_sharded_gradients_are_those_of_the_whole,
@@ -73,7 +72,6 @@ def test_two_ranks_agree(checks: list[ranks.Check], tmp_path: Path) -> None:
 def test_four_ranks_agree_over_two_mesh_dimensions(tmp_path: Path) -> None:
     checks = [
         rank_checks_models.a_mesh_of_two_dimensions_is_reduced_over_both,
-        rank_checks_dtensors.parts_begin_where_torch_says,
         rank_checks_dtensors.a_mesh_of_two_dimensions_is_dithered_as_one,
     ]
     ranks.run_ranks(checks, tmp_path, ranks=4)

@@ -23,7 +23,6 @@ Tables of test cases:
 * `trainer_cases`: small training runs and their parts.
 * `ranks`: processes of distributed training.
 * `rank_checks_dtensors`, `rank_checks_watching`, `rank_checks_models`: the checks of each rank.
-* `averages`: averages of weights that a test sets itself.
 * `refused_calls`: calls that are refused, with the exception and its text.
 
 Injected failures:

@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 import amp_ext
 from amp_ext import ops
-from harness.averages import SetWeights
 from harness.coded_lists import CODED_STEPS, encode
 from harness.edge_numbers import few_edge_cases
 from harness.edge_shapes import (
@@ -178,15 +177,14 @@ def all_sizes(dtype: torch.dtype, low_bits: int) -> Case:
 def averaged(dtype: torch.dtype, low_bits: int, average_dtype: torch.dtype, decay: float) -> Case:
     def case(device: torch.device) -> Lists:
         masters = numbers(F32, device, 0.1)
-        weights = SetWeights(
-            [each.to(dtype) for each in masters], decay, low_bits, dtype=average_dtype
-        )
-        if low_bits:
-            weights.set_masters(masters)
-        weights.load([each.to(average_dtype) for each in numbers(F32, device)], 2)
-        for _ in range(2):
-            weights.take()
-        return {"averages": weights.average.averages}
+        params = [each.to(dtype) for each in masters]
+        pairs = zip(params, masters, strict=True)
+        residuals = [ops.split_fp32(*pair, low_bits) for pair in pairs] if low_bits else None
+        averages = [each.to(average_dtype) for each in numbers(F32, device)]
+        weight, third, fourth = torch.tensor([1.0 - decay, 3.0, 4.0], dtype=F64, device=device)
+        for count in (third, fourth):
+            ops.average_params_(averages, params, weight, count, residuals=residuals)
+        return {"averages": averages}
 
     return case
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.sharding import global_offset, local_tensor
+from amp_ext.sharding import local_tensor
 from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import FEW_OPTIMIZERS, optimizers_named, ours, theirs
 from harness.ranks import (
@@ -201,30 +200,6 @@ def parts_of_columns_have_no_groups(rank: int) -> None:
                 for key, value in before.items():
                     error = whole(after[key]) - whole(value)
                     assert error.norm() <= 0.03 * whole(value).norm(), key
-
-
-def parts_begin_where_torch_says(rank: int) -> None:
-    pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
-    line = init_device_mesh("cpu", (dist.get_world_size(),))
-    for shape in [(5, 3), (1, 4), (9,), (2, 2, 2), (0, 3), ()]:
-        over: list[tuple[Any, Any]] = [(line, [Replicate()]), (pairs, [Replicate(), Replicate()])]
-        if shape:
-            over += [(line, [Shard(0)]), (pairs, [Shard(0), Shard(0)])]
-            over += [(pairs, [Replicate(), Shard(0)]), (pairs, [Shard(0), Replicate()])]
-        for mesh, placements in over:
-            param = distribute_tensor(torch.zeros(shape), mesh, placements)
-            _, offset = compute_local_shape_and_global_offset(param.shape, mesh, placements)
-            if not param.to_local().numel():
-                continue  # it begins anywhere
-            expected = offset[0] * (param.numel() // shape[0]) if shape else 0
-            assert global_offset(param) == expected, (shape, placements)
-    values = torch.arange(12.0).view(4, 3)
-    columns = distribute_tensor(values, line, [Shard(1)])
-    inner = DTensor.from_local(
-        values[:2].t().contiguous().t(), line, [Shard(0)], shape=torch.Size((4, 3)), stride=(1, 4)
-    )
-    # Parts of which each counts for itself.
-    assert global_offset(columns) == global_offset(inner) == 0
 
 
 def a_mesh_of_two_dimensions_is_dithered_as_one(rank: int) -> None:

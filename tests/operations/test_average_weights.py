@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness.averages import SetWeights
 from harness.edge_shapes import BF16, F16, F32, F64
 from harness.launch_failures import launches_of
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
+from torch.nn import Parameter
 
 from amp_ext import ops
+from amp_ext.optim import SGD, WeightAverage
 
 # Less than a vector, a tile and more than one of every kernel, and nothing.
 SIZES = [1, 7, 0, 2049, 8193, 33]
@@ -39,18 +40,25 @@ def weight_of(n: int, decay: float | str, warmup: bool) -> float:
     ],
 )
 def test_the_weight_of_each_average_is_that_of_its_schedule(decay, warmup, device):
-    weights = SetWeights(drawn(device), decay, warmup=warmup)
-    expected = [average.double() for average in weights.average.averages]
+    params = [Parameter(weight) for weight in drawn(device)]
+    optimizer = SGD(params, lr=0.0)
+    average = WeightAverage(optimizer, decay, warmup=warmup)
+    expected = [average.double() for average in average.averages]
     for n in range(12):
-        new = drawn(device)
         share = 1.0 if n == 0 else weight_of(n, decay, warmup)
-        expected = [
-            before + share * (weight.double() - before)
-            for before, weight in zip(expected, new, strict=True)
-        ]
-        averages = weights.take(new)
-    for average, wanted in zip(averages, expected, strict=True):
-        torch.testing.assert_close(average.double(), wanted, rtol=2e-6, atol=2e-6)
+        for index, (param, new) in enumerate(zip(params, drawn(device), strict=True)):
+            param.data, param.grad = new, torch.zeros_like(new)
+            expected[index] += share * (new.double() - expected[index])
+        optimizer.step()
+    for actual, wanted in zip(average.averages, expected, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=2e-6, atol=2e-6)
+
+
+# The operator
+
+
+def number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=F64, device=device)
 
 
 @pytest.mark.parametrize("low_bits", [16, 8])
@@ -60,26 +68,25 @@ def test_a_split_master_is_averaged_decoded(dtype, low_bits, device):
     params = [master.to(dtype) for master in masters]
     residuals = [ops.split_fp32(p, m, low_bits) for p, m in zip(params, masters, strict=True)]
     whole = [ops.join_fp32(p, residual) for p, residual in zip(params, residuals, strict=True)]
-    split, joined = SetWeights(params, 0.75, low_bits), SetWeights(whole, 0.75)
-    split.set_masters(masters)
-    for weights in (split, joined):
-        weights.load([torch.ones_like(each) for each in whole], 1)
-    for ours, wanted in zip(split.take(), joined.take(), strict=True):
-        assert same_bits(ours, wanted)
+    split, joined = ([torch.ones_like(each) for each in whole] for _ in range(2))
+    numbers = number(0.25, device), number(2.0, device)
+    ops.average_params_(split, params, *numbers, residuals=residuals)
+    ops.average_params_(joined, whole, *numbers)
+    assert all(map(same_bits, split, joined))
 
 
 @pytest.mark.parametrize("average_dtype", [F32, BF16])
 def test_any_layout_of_a_weight_is_walked_in_that_of_the_average(average_dtype, device):
     image = torch.randn(3, 4, 5, 6, device=device).to(memory_format=torch.channels_last)
     layouts = [image, torch.randn(8, 6, device=device).t(), torch.randn(40, device=device)[::2]]
-    weights = SetWeights(layouts, 0.5, dtype=average_dtype)
-    weights.load([torch.zeros_like(each) for each in layouts], 5)
+    averages = [torch.zeros_like(each, dtype=average_dtype) for each in layouts]
     unit = 2.0**-7 if average_dtype == BF16 else 0.0
-    for share in (0.5, 0.75):
-        for average, weight in zip(weights.take(), layouts, strict=True):
+    weights = layouts
+    for count, share in enumerate((0.5, 0.75), 6):
+        ops.average_params_(averages, weights, number(0.5, device), number(count, device))
+        for average, weight in zip(averages, layouts, strict=True):
             torch.testing.assert_close(average.float(), weight * share, rtol=unit, atol=unit)
-        for param, weight in zip(weights.params, layouts, strict=True):
-            param.data = weight.contiguous()
+        weights = [weight.contiguous() for weight in layouts]
 
 
 def test_a_bfloat16_average_moves_as_a_float32_one_where_to_nearest_it_would_stand_still(device):
@@ -87,12 +94,11 @@ def test_a_bfloat16_average_moves_as_a_float32_one_where_to_nearest_it_would_sta
     count, steps, unit = 5_000, 1000, 2.0**-7
     start = (1 + 0.9 * torch.rand(count, device=device)).bfloat16().float()
     weight = start + unit * (0.5 + 0.5 * torch.rand(count, device=device))
-    nearest = start.bfloat16()
-    both = [SetWeights([weight], dtype=dtype) for dtype in (F32, BF16)]
-    for weights in both:
-        weights.load([start], 1)
-    for _ in range(steps):
-        (wide,), (narrow,) = (weights.take() for weights in both)
+    wide, narrow, nearest = start.clone(), start.bfloat16(), start.bfloat16()
+    for step in range(steps):
+        for average in (wide, narrow):
+            numbers = number(0.001, device), number(2.0 + step, device)
+            ops.average_params_([average], [weight], *numbers)
         nearest.copy_(nearest.float().lerp(weight, 0.001))
     moved = (wide - start).mean()
     assert ((narrow.float() - start).mean() / moved - 1).abs() < 0.01
@@ -101,24 +107,16 @@ def test_a_bfloat16_average_moves_as_a_float32_one_where_to_nearest_it_would_sta
 
 
 def test_one_launch_takes_hundreds_of_tensors(emulated):
-    weights = [torch.ones(3) for _ in range(700)]
-    assert launches_of(lambda: SetWeights(weights)) == 1
+    lists, one = [[torch.ones(3) for _ in range(700)] for _ in range(2)], torch.ones((), dtype=F64)
+    assert launches_of(lambda: ops.average_params_(*lists, one, one)) == 1
 
 
 def test_the_first_average_has_the_bits_of_the_weight(device):
     odd = torch.tensor([torch.inf, -torch.inf, -0.0, 0.0, 1e-45, 3e38], device=device)
     for dtype in (F32, F64, F16, BF16):
-        wanted = odd.to(dtype)
-        weights = SetWeights([wanted], 0.5)
-        weights.load([torch.full_like(odd, torch.nan)], 0)
-        assert same_bits(weights.take()[0], wanted.float())
-
-
-# The operator
-
-
-def number(value: float, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=F64, device=device)
+        wanted, average = odd.to(dtype), torch.full_like(odd, torch.nan)
+        ops.average_params_([average], [wanted], number(0.5, device), number(1.0, device))
+        assert same_bits(average, wanted.float())
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
