@@ -77,11 +77,6 @@ def test_four_ranks_agree_over_two_mesh_dimensions(tmp_path: Path) -> None:
     ranks.run_ranks(checks, tmp_path, ranks=4)
 
 
-def test_a_check_that_fails_on_one_rank_fails_the_test(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="fails_on_one_rank on rank 1"):
-        ranks.run_ranks([rank_checks_models.fails_on_one_rank], tmp_path)
-
-
 @pytest.mark.parametrize("group", rows({"a-name": "world", "not-a-member": -100}))
 @pytest.mark.parametrize("kind", [amp_ext.GradScaler, ShardedGradScaler])
 def test_what_is_no_process_group_is_refused(kind: type[amp_ext.GradScaler], group: object) -> None:

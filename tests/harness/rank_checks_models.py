@@ -231,11 +231,6 @@ def a_sharded_scaler_is_that_of_torch_and_ours(rank: int) -> None:
 # Failures.
 
 
-def fails_on_one_rank(rank: int) -> None:
-    assert rank != BAD_RANK
-    dist.barrier()
-
-
 def a_dead_rank_is_an_error_on_the_others(rank: int) -> None:
     (param,) = sharded([torch.ones(4)], [(init_device_mesh("cpu", (2,)), [Shard(0)])])
     give_exact_grads([param], [Parameter(torch.ones(4))], False, 0)

@@ -106,21 +106,6 @@ def test_names_in_files_are_compared_without_what_wrappers_add(before, after):
         assert all(map(same_bits, loaded.averages, [file[key] for key in params]))
 
 
-def test_names_that_are_the_same_without_wrappers_are_refused():
-    """A module of the model may be called as a wrapper is."""
-    model = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.ModuleDict()})
-    model["other"]["module"] = nn.Linear(2, 2)
-    optimizer = amp_ext.optim.AdamW(model.parameters(), lr=0.1)
-    average = WeightAverage(optimizer, 0.9, model=model)
-    step(optimizer)
-    file = average.averaged_state_dict()
-    average.load_state_dict(file)
-    without = {name.replace("module.module.", "module._orig_mod."): file[name] for name in file}
-    without["module.weight"] = torch.ones(2, 2)
-    with pytest.raises(KeyError, match=r"state_dict must have \['weight'"):
-        average.load_state_dict(without)
-
-
 def assert_refused_by_each(
     average: WeightAverage, other: nn.Module, file: Any, error: type[Exception], text: str
 ) -> None:
@@ -241,32 +226,6 @@ def test_a_run_goes_on_whose_parameters_have_joined(steps):
         step(each)
     assert all(map(same_bits, other.averages, average.averages))
     assert ("joined" in saved[1]) == (steps == 0)
-
-
-def test_names_are_those_of_the_state_dict_whatever_it_has_under_them():
-    def cloning(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-        state.update({name: each.clone() for name, each in state.items()})
-
-    def renaming(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-        state.update({"its." + name: state.pop(name).clone() for name in [*state]})
-
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(6, 5)), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    _, average, theirs = trained(model)
-    for file in (average.averaged_state_dict(), theirs.state_dict()):
-        average.load_state_dict(file)
-    model = model_of()
-    model.register_state_dict_post_hook(cloning)
-    _, average, theirs = trained(model)
-    assert same_bits(average.averaged_state_dict()["module.0.weight"], average.averages[0])
-    copied = copy.deepcopy(model)
-    nn.init.zeros_(copied[2].weight)
-    average.copy_to(copied)
-    assert same_bits(copied[0].weight, average.averages[0])
-    assert same_bits(copied[2].weight, model[2].weight)
-    model.register_state_dict_post_hook(renaming)
-    text = r"averaged_state_dict: state_dict.. of model must have \['0.weight', "
-    with pytest.raises(KeyError, match=text):
-        average.averaged_state_dict()
 
 
 def test_averages_of_two_optimizers_of_one_model_come_together():

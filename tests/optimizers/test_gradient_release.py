@@ -21,6 +21,8 @@ from harness.optimizer_cases import assert_same_bits, bits_of, make_params, ours
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.transports import DelayedTransport
+from test_offload import FORMS as OFFLOADED
+from test_offload import SHAPES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,20 +30,12 @@ import amp_ext
 from amp_ext.optim import AdamW, NormGuard, WeightAverage, release_gradients
 from amp_ext.optim.offload import OffloadedStates
 
-SHAPES = [(130, 32), (127, 33), (5, 7), (), (0, 32), (4096,)]
-
-FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (F32, {}),
+FORMS = {
+    **{name: OFFLOADED[name] for name in ("fp32", "bf16", "fp16", "fp16-split")},
+    **{name: OFFLOADED[name] for name in ("bf16-split8-8bit", "fp32-8bit-bf16")},
     "fp64": (F64, {}),
-    "bf16": (BF16, {}),
-    "fp16": (F16, {}),
-    "fp16-split": (F16, {"master_weights": "split"}),
-    "bf16-split8-8bit": (BF16, {"master_weights": "split8", "state_dtype": "8bit"}),
     "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": BF16}),
-    "fp32-8bit-bf16": (F32, {"state_dtype": "8bit-bf16"}),
 }
-
-
 # Tests of what offloaded states refuse, and of what does not depend on their place.
 _NOT_OFFLOADED = {
     "test_averages_leave_out_an_iteration_with_a_skipped_parameter",
@@ -79,6 +73,15 @@ def backward_and_settle(optimizer: Any, *losses: Any) -> None:
 
 def cpu_scaler(scale: float = 1024.0, **options: Any) -> amp_ext.GradScaler:
     return amp_ext.GradScaler("cpu", init_scale=scale, **options)
+
+
+def released_params(
+    *shapes: tuple[int, ...], scaler: Any = None
+) -> tuple[list[nn.Parameter], AdamW, Any]:
+    params = make_params(F32, shapes=[*shapes])
+    optimizer = AdamW(params)
+    release_gradients(optimizer, scaler)
+    return params, optimizer, scaler
 
 
 def give(scaler: Any, params: list[Any], grads: list[Tensor]) -> None:
@@ -228,9 +231,7 @@ def test_an_overflow_skips_its_own_parameter_only(dtype: torch.dtype, kept: dict
 
 
 def test_the_update_after_an_overflow_is_told_by_the_flags_of_that_iteration_alone() -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, scaler = AdamW(params), cpu_scaler()
-    release_gradients(optimizer, scaler)
+    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
     for bad in (2, 0, 1):
         grads = [torch.full_like(p, float("inf") if i < bad else 1.0) for i, p in enumerate(params)]
         give(scaler, params, grads)
@@ -242,9 +243,7 @@ def test_the_update_after_an_overflow_is_told_by_the_flags_of_that_iteration_alo
 
 
 def test_a_scale_without_an_inverse_skips_all() -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, scaler = AdamW(params), cpu_scaler()
-    release_gradients(optimizer, scaler)
+    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
     before = [param.detach().clone() for param in params]
     give(scaler, params, [torch.ones_like(param) for param in params])
     scaler.step(optimizer)
@@ -288,6 +287,13 @@ def test_averages_leave_out_an_iteration_with_a_skipped_parameter() -> None:
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def released_network() -> tuple[nn.Sequential, Any]:
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    release_gradients(optimizer)
+    return model, optimizer
 
 
 Passes = Callable[[nn.Sequential, Tensor, Any], None]
@@ -392,9 +398,7 @@ def test_frozen_parameters_and_those_added_later() -> None:
 
 
 def test_a_conversion_that_swaps_tensors_loses_no_hook_for_long() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     for step in range(3):
         one_pass(model, torch.ones(4, 8, dtype=model[0].weight.dtype), None)
         is_free = [param.grad is None for param in model.parameters()]
@@ -418,9 +422,7 @@ def test_lazy_parameters_get_their_hooks_with_their_shape() -> None:
 
 
 def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     one_pass(model, torch.ones(4, 8), None)
     optimizer.step()
     del optimizer.param_groups[0]["params"][0]
@@ -429,9 +431,7 @@ def test_a_parameter_that_left_the_groups_keeps_its_gradient() -> None:
 
 
 def test_a_weight_shared_under_reentrant_checkpoints_is_refused_by_name() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     x = torch.ones(4, 8, requires_grad=True)
     first = checkpoint(model[0], x, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"group 0, param \d got another gradient after \d of 4"):
@@ -439,9 +439,7 @@ def test_a_weight_shared_under_reentrant_checkpoints_is_refused_by_name() -> Non
 
 
 def test_a_weight_that_a_later_segment_reads_again_is_noticed_by_autograd() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, _optimizer = released_network()
     loss = model(torch.ones(4, 8)).square().sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -450,9 +448,7 @@ def test_a_weight_that_a_later_segment_reads_again_is_noticed_by_autograd() -> N
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_a_graph_of_gradients_is_refused() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     before = bits_of(optimizer)
     loss = model(torch.ones(4, 8)).square().sum()
     with pytest.raises(RuntimeError, match="released gradients can't be part of a graph"):
@@ -461,9 +457,7 @@ def test_a_graph_of_gradients_is_refused() -> None:
 
 
 def test_compiled_autograd_is_refused() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, _optimizer = released_network()
     enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
     with enabled, pytest.raises(RuntimeError, match="released with compiled autograd"):
         one_pass(model, torch.ones(4, 8), None)
@@ -523,9 +517,7 @@ def test_a_handle_is_a_context_and_a_second_one_is_refused() -> None:
 
 
 def test_nothing_keeps_model_and_optimizer_alive() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     one_pass(model, torch.ones(4, 8), None)
     optimizer.step()
     references = [weakref.ref(optimizer), weakref.ref(optimizer.gradient_release)]
@@ -548,9 +540,7 @@ COPIES = {
 
 @pytest.mark.parametrize("copied", rows(COPIES))
 def test_a_copy_is_not_released(copied: Callable[[Any], Any]) -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     one_pass(model, torch.ones(4, 8), None)
     optimizer.step()
     assert copied(optimizer).gradient_release is None
@@ -655,9 +645,7 @@ def test_a_closure_is_called_before_the_step(runs_backward: bool) -> None:
 
 
 def test_step_hooks_and_schedulers_see_one_step_an_iteration() -> None:
-    model = network()
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release_gradients(optimizer)
+    model, optimizer = released_network()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     seen: list[bool] = []
     optimizer.register_step_pre_hook(
@@ -825,9 +813,7 @@ def test_a_scaler_that_is_disabled_counts_as_none() -> None:
 @pytest.fixture
 def scaled() -> tuple[AdamW, Any, list[Any]]:
     """An optimizer that releases its gradients with a scaler, in the middle of an iteration."""
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, scaler = AdamW(params), cpu_scaler()
-    release_gradients(optimizer, scaler)
+    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
     give(scaler, params[:1], [torch.ones(3)])
     return optimizer, scaler, params
 
@@ -927,9 +913,7 @@ def test_a_step_without_any_gradient_does_nothing(scaled: bool) -> None:
 
 
 def test_a_batch_that_is_given_up_is_warned_of_and_the_next_goes_on() -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, scaler = AdamW(params), cpu_scaler()
-    release_gradients(optimizer, scaler)
+    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
     optimizer.zero_grad()  # nothing to say
     give(scaler, params[:1], [torch.ones(3)])
     with pytest.warns(UserWarning, match=r"without step\(\). 1 of 2 parameters had been stepped"):
@@ -964,9 +948,7 @@ def test_a_hook_that_raises_leaves_the_rest_unstepped(error: type[BaseException]
 
 
 def test_an_error_in_our_hook_leaves_its_parameter_and_the_step_can_go_on() -> None:
-    params = make_params(F32, shapes=[(3,), (4,), (5,)])
-    optimizer = AdamW(params)
-    release_gradients(optimizer)
+    params, optimizer, _ = released_params((3,), (4,), (5,))
     optimizer.init_state()
     optimizer.state[params[1]]["exp_avg"] = torch.ones(7)
     before = bits_of(optimizer)

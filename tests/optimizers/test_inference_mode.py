@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import scaler_cases, trainer_cases
+from harness import scaler_cases
 from harness.edge_shapes import BF16
 from harness.optimizer_cases import assert_same_bits, make_params, ours, params_of, train, trained
 from harness.rows import rows
@@ -126,31 +126,6 @@ def test_scalers_go_on_after_inference_mode(make, inside, device):
         sides.append((params_of(optimizer), scaler.state_dict(), scaler.stats()))
     assert_same_bits(sides[0][0], sides[1][0])
     assert sides[0][1:] == sides[1][1:]
-
-
-@pytest.mark.parametrize("precision", trainer_cases.PRECISIONS)
-def test_a_trainer_trains_on_after_a_load_in_inference_mode(precision, tmp_path):
-    make = lambda params: amp_ext.optim.AdamW(params, lr=torch.tensor(0.05))  # noqa: E731
-    options = {"optimizer": make, "scheduler": trainer_cases.halving}
-    data = trainer_cases.batches(count=3)
-    sides = []
-    for is_on in (True, False):
-        first = trainer_cases.new_trainer(precision, gradient_accumulation_steps=2, **options)
-        trainer_cases.train_on(first, data)
-        first.save(tmp_path / "file", extra=torch.ones(2))
-        second = trainer_cases.new_trainer(precision, gradient_accumulation_steps=2, **options)
-        for _ in range(2):
-            with torch.inference_mode(is_on):
-                extra = second.load(tmp_path / "file")
-            parts = (second, second.scheduler, second.scaler)
-            kept = [vars(part) for part in parts if part is not None]
-            grads = [param.grad for param in second.model.parameters()]
-            assert inference_tensors(extra, grads, second.state_dict(), kept) == []
-            trainer_cases.train_on(second, data)
-        second.load(tmp_path / "file")
-        trainer_cases.train_on(second, data)
-        sides.append(trainer_cases.params_of(second))
-    trainer_cases.assert_same(*sides)
 
 
 def test_a_parameter_of_inference_mode_stays_what_it_is(device):

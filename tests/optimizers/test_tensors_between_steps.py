@@ -31,19 +31,6 @@ def optimizer_of(name: str, options: dict[str, Any], dtype: torch.dtype = F32, *
     return optimizer
 
 
-def test_a_buffer_that_is_not_in_use_follows_a_converted_model_too() -> None:
-    optimizer = optimizer_of("SGD", {"lr": 0.1, "momentum": 0.9}, F32)
-    cases.train([optimizer], 2)
-    optimizer.param_groups[0]["momentum"] = 0.0
-    for param in params_of(optimizer):
-        param.grad, param.data = None, param.data.double()
-    cases.train([optimizer])
-    optimizer.param_groups[0]["momentum"] = 0.9
-    cases.train([optimizer])
-    states = [optimizer.state[param]["momentum_buffer"] for param in params_of(optimizer)]
-    assert {buffer.dtype for buffer in states} == {F64}
-
-
 @pytest.fixture
 def mesh():
     """A mesh of this process alone."""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from harness import HANGS
-from harness.rows import rows
 from torch import Tensor
 
 pytest.importorskip("matplotlib")
@@ -117,40 +116,3 @@ def test_the_picture_is_the_one_that_it_measured(folder, whole):
         assert (picture.format, picture.mode, picture.size) == ("PPM", "RGB", (32, 32))
     # Nothing is lost but by rounding to 8 bits.
     assert abs(psnr_of(folder / "whole.ppm", folder / "start.pt") - psnr_in(whole)) < 0.1
-
-
-# Arguments, the exit code, and a part of what is said. Names of files are those of the folder.
-BAD = {
-    "nothing": ([], 2, "START must come first\nusage: train START"),
-    "another-file": (["model.pt"], 2, 'no entry "about" in the file: START is of photo.py'),
-    "another-run": (["other.pt", "--resume", "whole.pt"], 2, "the run must be that of whole.pt, {"),
-    "past-its-end": (
-        ["start_of_part.pt", "--resume", "whole.pt"],
-        2,
-        "START has 47 steps, and whole.pt has taken 120 already",
-    ),
-    "no-value": (["start.pt", "--picture"], 2, "--picture needs a value\nusage: train START"),
-    "unknown-option": (["start.pt", "--fast", "1"], 2, "unknown option --fast\nusage: train START"),
-    "folder-as-checkpoint": (["start.pt", "--checkpoint", "folder"], 1, "Is a directory"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "code", "words"), rows(BAD))
-def test_bad_input_ends_it_with_a_line(train, folder, whole, monkeypatch, arguments, code, words):
-    monkeypatch.chdir(folder)
-    (folder / "folder").mkdir(exist_ok=True)
-    other = torch.load("start.pt", weights_only=True)
-    other["about"]["tiles"] = 2
-    torch.save(other, "other.pt")
-    torch.save({"model": {}}, "model.pt")
-    done = train(*arguments)
-    assert done.returncode == code
-    assert done.stderr.startswith("train: ")
-    assert words in done.stderr
-
-
-def test_a_start_is_written_alone(run_module, tmp_path):
-    start = tmp_path / "start.pt"
-    done = run_module("photo", "--write-start", str(start), "--seeds=2", folder=EXAMPLES)
-    assert (done.returncode, start.exists()) == (2, False)
-    assert "--write-start: give --checkpoint, --resume and --seeds without it" in done.stderr
