@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.list_operations import DESCRIBED
 
 from amp_ext import ops
 
-STUB = Path(ops.__file__).with_name("_C.pyi")
 EACH_OPTIMIZER = pytest.mark.parametrize("described", DESCRIBED, ids=lambda each: each.operation)
-
-
-def public(names: Any) -> set[str]:
-    return {name for name in names if not name.startswith("_")}
-
-
-def name_of_member(node: ast.stmt) -> str:
-    if isinstance(node, ast.FunctionDef):
-        return node.name
-    return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
-
-
-def classes_of_stub() -> dict[str, dict[str, ast.AST]]:
-    """Returns for every class its members, inherited ones too."""
-    members: dict[str, dict[str, ast.AST]] = {}
-    for node in ast.parse(STUB.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            defined = [n for n in node.body if not isinstance(n, ast.Expr)]  # "..." of none
-            own = {name_of_member(n): n for n in defined}
-            for base in node.bases:
-                own = {**members.get(ast.unparse(base), {}), **own}
-            members[node.name] = own
-    return members
-
-
-def test_the_stub_names_the_classes_of_the_binary():
-    stub = classes_of_stub()
-    assert stub.keys() == {name for name, each in vars(ops._C).items() if isinstance(each, type)}
-    for name, members in stub.items():
-        assert public(members) == public(dir(getattr(ops._C, name))), name
 
 
 @EACH_OPTIMIZER

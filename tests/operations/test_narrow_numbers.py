@@ -221,19 +221,6 @@ def test_a_nonfinite_gradient_shows_in_its_moments_and_in_no_others(
             assert is_nan.nonzero().tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("operation", "name", "stream"),
-    [
-        ("adam_", "exp_avgs", "first_moment"),
-        ("adam_", "exp_avg_sqs", "second_moment"),
-        ("lion_", "exp_avgs", "lion"),
-        ("sgd_", "momentum_buffers", "momentum"),
-    ],
-)
-def test_buffers_have_the_slopes_of_their_streams(operation, name, stream):
-    assert BUFFERS[operation][name].dither_stride == SLOPES[stream]
-
-
 @pytest.mark.parametrize("operation", BUFFERS)
 def test_what_one_step_dithers_has_odd_slopes_of_its_own(operation):
     slopes = [each.dither_stride for each in BUFFERS[operation].values() if each.dither_stride]

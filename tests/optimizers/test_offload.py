@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -904,28 +903,6 @@ def test_offload_that_ends_in_an_iteration_gives_up_its_batch() -> None:
     assert_same_bits(*optimizers)
 
 
-def test_hooks_return_before_the_step_and_free_the_gradient_after_its_copy() -> None:
-    optimizers = released()
-    iterate(*optimizers)
-    transport = transport_of(optimizers[0])
-    before, versions = bits_of(optimizers[0]), [p._version for p in params_of(optimizers[0])]
-    gate, wait = threading.Event(), transport.wait
-    transport.wait = lambda event: gate.wait(60) and wait(event)
-    param, grad = params_of(optimizers[0])[0], torch.ones(40, dtype=F16)
-    alive = weakref.ref(grad)
-    param.grad = grad
-    del grad
-    optimizers[0].gradient_release._on_gradient(param)
-    assert param.grad is None
-    assert alive() is not None
-    assert param._version > versions[0]  # autograd refuses saved tensors from now on
-    assert same_bits(param, before[0]["param"])
-    gate.set()
-    optimizers[0].gradient_release._end_backward()
-    assert alive() is None
-    assert not same_bits(param, before[0]["param"])
-
-
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
 def test_calls_between_backward_and_step_see_what_was_stepped(scaled: bool) -> None:
     optimizers = cases.pair("AdamW", {"lr": 0.05}, F16, shapes=[(40,)] * 6)
@@ -1045,13 +1022,6 @@ def test_copy_of_an_optimizer_is_not_offloaded(copied: Callable[[Any], Any]) -> 
     assert_trains_alike(pair, 2)
 
 
-def test_handle_can_not_be_pickled_with_its_thread() -> None:
-    optimizer, _ = beside_offloaded()
-    trained(optimizer)
-    with pytest.raises(TypeError):
-        pickle.dumps(optimizer.offload)
-
-
 def test_thread_ends_with_the_optimizer() -> None:
     optimizer = AdamW(make_params(F32))
     offloaded(optimizer)
@@ -1064,19 +1034,6 @@ def test_thread_ends_with_the_optimizer() -> None:
     thread.join(10)
     assert not thread.is_alive()
     assert alive() is None
-
-
-def test_removed_offload_frees_everything() -> None:
-    optimizer = AdamW(make_params(F32))
-    offload = offloaded(optimizer)
-    trained(optimizer)
-    transport, (thread,) = transport_of(optimizer), offload._pool._threads
-    offload.remove()
-    offload.remove()
-    assert not transport.is_open
-    assert not thread.is_alive()
-    assert not offload._hosts
-    trained(optimizer)
 
 
 _PROGRAM = """

@@ -1,8 +1,7 @@
-"""Tests of steps some of whose launches are refused: each launch and each copy in turn."""
+"""Tests of the note on a failed step: each launch and each copy is refused in turn."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -59,11 +58,6 @@ def give_grads_anew(optimizer: Optimizer, staged: bool = False) -> None:
     for group in optimizer.param_groups if staged else ():
         param = group["params"][0]
         param.grad = placed(param.grad.t().contiguous().t(), contiguous)
-
-
-def after_other_steps(optimizer: Optimizer) -> Optimizer:
-    torch.manual_seed(2)
-    return cases.trained(optimizer, 2)
 
 
 def bits_of(optimizer: Optimizer) -> list[dict[str, Tensor]]:
@@ -136,7 +130,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("name", "options", "first", "clips", "scaler_of"), rows(LAUNCHES))
-def test_a_refused_launch_leaves_each_parameter_whole(
+def test_a_refused_launch_is_told_with_the_number_of_parameters_that_were_stepped(
     name, options, emulated, first, clips, scaler_of
 ) -> None:
     def make_one() -> Optimizer:
@@ -147,10 +141,8 @@ def test_a_refused_launch_leaves_each_parameter_whole(
         stepper(scaler_of)(optimizer)
 
     whole = make_one()
-    file, model = copy.deepcopy(whole.state_dict()), cases.twins(whole)
     step(whole)
     wanted = bits_of(whole)
-    then = cases.bits_of(after_other_steps(whole))
 
     seen = set()
     for optimizer, before, error in failed_steps(make_one, step, refusing_launch):
@@ -174,13 +166,6 @@ def test_a_refused_launch_leaves_each_parameter_whole(
             assert all(map(are_same, bits_of(optimizer), wanted))
             continue
         assert counts_in(error, name) == (len(new), sum(new), 0)
-        optimizer.load_state_dict(file)
-        for param, saved in zip(params_of(optimizer), model, strict=True):
-            param.data.copy_(saved.data)
-        give_grads_anew(optimizer, staged=True)
-        step(optimizer)
-        assert all(map(are_same, bits_of(optimizer), wanted))
-        cases.assert_same_bits(after_other_steps(optimizer), then)
     assert len(seen) >= 4  # dtypes and kernels
 
 
