@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.nn import Parameter
 
 import amp_ext
 from harness import optimizer_cases
+from harness.edge_shapes import INF, NAN
 from harness.optimizer_cases import params_of
 
-INF, NAN = math.inf, math.nan
 TorchScaler = torch.amp.GradScaler
 
 
@@ -121,6 +120,7 @@ def described(value: Any) -> Any:
     return value
 
 
+grads_of = optimizer_cases.grads_of
 through_a_file = functools.partial(optimizer_cases.through_a_file, weights_only=False)
 
 
@@ -175,10 +175,6 @@ def _torch_scans(dtype: torch.dtype, device: torch.device) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def grads_of(optimizer: Any) -> list[Tensor]:
-    return [param.grad for param in params_of(optimizer) if param.grad is not None]
 
 
 def give_grads(optimizer: Any, *bad: int, missing: tuple[int, ...] = ()) -> None:

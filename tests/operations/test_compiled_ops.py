@@ -134,22 +134,6 @@ def test_what_the_operator_of_a_step_declares_is_what_it_does(operation, options
 
 def wrong_calls() -> Iterator[Any]:
     """Yields operation, positional arguments, the others, exception and a part of its text."""
-    for name, (args, options) in CALLS.items():
-        parameters = inspect.signature(getattr(ops, name)).parameters.values()
-        first = next(iter(parameters)).name
-        least = sum(p.default is p.empty and p.kind is not p.KEYWORD_ONLY for p in parameters)
-        takes = f"takes {f'from {least} to ' * (least < len(args))}{len(args)} positional argument"
-        for kind, *call, text in (
-            ("misspelled", args, {"colour": 1}, r"got an unexpected keyword argument 'colour'"),
-            ("doubled", args, {first: args[0]}, f"got multiple values for argument '{first}'"),
-            ("surplus", (*args, 1), {}, takes),
-            ("missing", args[: least - 1], {}, "missing 1 required positional argument"),
-        ):
-            call[1] = {**options, **call[1]}
-            yield pytest.param(name, *call, TypeError, f"{name}() {text}", id=f"{name}-{kind}")
-        if options:
-            text = f"{name}() missing {len(options)} required keyword-only argument"
-            yield pytest.param(name, args, {}, TypeError, text, id=f"{name}-without-options")
     wanted = "must have 3 tensors, one for each of params, got 0"
     for name in BUFFERS:
         for argument in absent_lists(name):

@@ -19,7 +19,6 @@ from amp_ext.ops import OptimizerType
 
 UPDATE = "optimizer_update_"
 SGD, MOMENTUM, ADAM = ({"optimizer_type": kind} for kind in OptimizerType)
-each_kind = pytest.mark.parametrize("kind", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
 CLIPPING = [{}, {"max_grad_norm": 3.0}, {"max_grad_norm": 10.0, "clip_value": 0.25}]
 
 
