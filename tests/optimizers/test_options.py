@@ -39,6 +39,8 @@ WRONG_TYPES = {
     "lr-array": ("lr", numpy.ones(1), A_RATE, "array"),
     "maximize-list": ("maximize", [], "True or False", r"\[\]"),
     "masters-text": ("master_weights", "no", "True, False, 'split' or 'split8'", "'no'"),
+    "masters-case": ("master_weights", "Split", "True, False, 'split' or 'split8'", "'Split'"),
+    "masters-empty": ("master_weights", "", "True, False, 'split' or 'split8'", "''"),
     "fused-text": ("fused", "no", "True, False or None", "'no'"),
     "rounding-flag": ("rounding", True, "'dither', 'nearest' or None", "True"),
     "norm-text": ("max_grad_norm", "1", "a number or None", "'1'"),
@@ -51,6 +53,8 @@ WRONG_VALUES = {
     "clip-nan": ("clip_value", NAN, A_LIMIT, "nan"),
     "clip-negative": ("clip_value", -1e-30, A_LIMIT, "-1e-30"),
     "dtype": ("state_dtype", "double", A_STATE_DTYPE, "'double'"),
+    "dtype-case": ("state_dtype", "8BIT", A_STATE_DTYPE, "'8BIT'"),
+    "dtype-empty": ("state_dtype", "", A_STATE_DTYPE, "''"),
     "dtype-fp16": (
         "state_dtype",
         torch.float16,
