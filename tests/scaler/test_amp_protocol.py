@@ -242,7 +242,7 @@ def test_a_scan_of_our_scaler_is_not_used_under_torchs(device):
 
 
 @cases.clean_or_overflow
-@one_of_each
+@cases.over([plain_sgd, fused_sgd])
 def test_an_object_that_shows_the_flag_of_an_optimizer_it_hides_is_unscaled(make, value, device):
     class Hiding:
         def __init__(self, optimizer: Any) -> None:

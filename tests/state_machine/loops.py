@@ -394,8 +394,11 @@ class Loops(RuleBasedStateMachine):
     @rule(which=number, scaled=st.booleans())
     def interrupted_step(self, which: int, scaled: bool) -> None:
         sides = self.sides(which)
+        scalers = self.scalers_of(sides)
+        if scaled and not scalers.is_ready(sides) and not scalers.flags_of(sides):
+            return  # torch's scaler refuses the step before its hooks run
         if scaled or sides.has_finite_grads():
-            plan = Plan(self.scalers_of(sides) if scaled else None, interrupted=True)
+            plan = Plan(scalers if scaled else None, interrupted=True)
             self.did(f"interrupted_step {self.take_step(sides, plan)}")
 
     @precondition(lambda self: "interrupts" not in self.without)

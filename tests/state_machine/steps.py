@@ -221,9 +221,8 @@ class Step:
                 scalers.knows(sides)["found_inf_per_device"] = {}
                 scalers.knows(sides)["stage"] = STEPPED if error is None else stage
                 return error
-        sees_late = scalers is not None and scalers.kind != "torch"
-        has_looked = sees_late and (scalers.flags_of(sides) or sides.noted is not None)
-        if has_looked and self.has_late_grads():
+        sees_late = scalers is not None and scalers.kind != "torch" and scalers.flags_of(sides)
+        if sees_late and self.has_late_grads():
             self.differs("a gradient that is added between `unscale_` and `step`")
             return RuntimeError("refused by our side alone")
         hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
