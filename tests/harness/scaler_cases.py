@@ -238,3 +238,29 @@ class Delegating:
 
     def step(self) -> Any:
         return self.optimizer.step()
+
+
+class Deriving(torch.optim.Optimizer):
+    """As Accelerate's and torch's PostLocalSGDOptimizer: has the groups of the optimizer inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step()
+
+
+class WithCopiedFlag(Deriving):
+    """Promises to unscale in its step, as the optimizer inside does, and passes no scale on."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)

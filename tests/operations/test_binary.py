@@ -1,4 +1,4 @@
-"""``amp_ext/_C.pyi``, ``ops.py`` and the calls of the package say what the compiled module has."""
+"""``amp_ext.ops`` names what the compiled module has, which refuses what it does not know."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ import torch
 from harness import scaler_cases as cases
 from harness.scaler_cases import (
     INF,
+    Deriving,
+    WithCopiedFlag,
     error_of,
     filled,
     fused_sgd,
@@ -24,24 +26,6 @@ import amp_ext
 from amp_ext.scaler.grad_scaler import _inside as optimizer_inside
 
 every_sgd = cases.over([plain_sgd, fused_sgd, looping_sgd])
-
-
-class Deriving(torch.optim.Optimizer):
-    """As Accelerate's and torch's PostLocalSGDOptimizer: has the groups of the optimizer inside."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step()
 
 
 class DelegatingAll(cases.Delegating):
@@ -62,14 +46,6 @@ class DerivingAndDelegating(Deriving):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
-
-
-class WithCopiedFlag(Deriving):
-    """Promises to unscale in its step, as the optimizer inside does, and passes no scale on."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._step_supports_amp_scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class WithOwnList(WithCopiedFlag):

@@ -26,6 +26,7 @@ from harness.number_codes import (
 )
 from harness.optimizer_cases import OPTIMIZERS, counts_steps, ours, taken, theirs
 from harness.reference import TOLERANCES, refreshed_master
+from harness.scaler_cases import WithCopiedFlag
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -420,19 +421,3 @@ class Scalers:
 
     def assert_as_known(self) -> None:
         assert self.mine.state_dict() == self.twin.state_dict()
-
-
-class WithCopiedFlag(Optimizer):
-    """Promises to unscale in its step, as the optimizer inside does, and passes no scale on."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def step(self) -> Any:
-        return self.optimizer.step()
