@@ -488,6 +488,18 @@ def test_frozen_parameters_take_no_memory_until_they_are_trained() -> None:
     assert_same_bits(*optimizers)
 
 
+def test_gradients_may_change_their_dtype() -> None:
+    optimizers = beside_offloaded(dtype=BF16, shapes=[(8,)])
+    for dtype in (BF16, F32, BF16):
+        for optimizer in optimizers:
+            (param,) = params_of(optimizer)
+            param.grad = None
+            param.grad_dtype = dtype
+            param.grad = torch.full((8,), 0.3, dtype=dtype)
+            optimizer.step()
+    assert_same_bits(*optimizers)
+
+
 @pytest.mark.parametrize("swaps", [False, True])
 def test_parameters_may_be_converted(swaps: bool) -> None:
     models = [nn.Linear(40, 5)]
