@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 import math
-import operator
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -29,7 +27,6 @@ _LOGGER = logging.getLogger("amp_ext")
 _SUPPORTS = "_step_supports_amp_scaling"
 _OF_TORCH = "growth_factor", "backoff_factor", "growth_interval"
 _RULES = *_OF_TORCH, "min_scale", "max_scale", "hysteresis", "dynamic"
-_RULES_OF = operator.attrgetter(*(f"_{name}" for name in _RULES))
 _SAVED: dict[str, Any] = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float)
 _SAVED |= dict.fromkeys(("growth_interval", "_growth_tracker"), int)
 _COUNTS = 11  # entries of the tensor that csrc/elements/scale_counts.h describes
@@ -215,7 +212,7 @@ class GradScaler(torch.amp.GradScaler):
         if unscales and args and callable(args[0]):
             raise RuntimeError(NO_CLOSURE)  # gradients of a closure carry no scale
         state = self._join(optimizer)
-        if "versions" in state and _has_changed(state["versions"], _versions(optimizer)):
+        if "versions" in state and _versions(optimizer).items() - state["versions"].items():
             raise RuntimeError(
                 "GradScaler.step: a gradient was changed after unscale_() and a later scale(), so "
                 "it may carry the scale again. Call optimizer.zero_grad() and scaler.update(), "
@@ -357,7 +354,7 @@ class GradScaler(torch.amp.GradScaler):
                 first = None if scan is None else scan.first_nonfinites.get(device)
                 found_infs.append(flag)
                 scanned.append((first, key, scan is not None and scan.counts_tensors))
-        rules = dict(zip(_RULES, _RULES_OF(self), strict=True))
+        rules = {name: getattr(self, f"_{name}") for name in _RULES}
         is_ours = self._counts is not None and (scale.is_cpu or scale.is_cuda)
         if new_scale is not None or not found_infs or not is_ours:
             if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
@@ -498,19 +495,18 @@ def _has_own_flag(optimizer: Any) -> bool:
     return hasattr(type(optimizer), _SUPPORTS) or _SUPPORTS in getattr(optimizer, "__dict__", {})
 
 
-def _held_by(wrapper: Any) -> list[torch.optim.Optimizer]:
+def _held_by(outer: Any) -> list[torch.optim.Optimizer]:
     """Returns the optimizers to which an object delegates, or that its attributes hold."""
-    of = type(wrapper)
+    of = type(outer)
     if hasattr(of, "scan_gradients") or of.__module__.startswith("torch.optim."):
         return []
-    owner = getattr(getattr(wrapper, "register_step_pre_hook", None), "__self__", None)
+    owner = getattr(getattr(outer, "register_step_pre_hook", None), "__self__", None)
     held = [owner]
-    for name, value in getattr(wrapper, "__dict__", {}).items():
+    for name, value in getattr(outer, "__dict__", {}).items():
         if name not in ("state", "param_groups"):
             values = value.values() if isinstance(value, dict) else value
             held += values if isinstance(value, (dict, list, tuple)) else [value]
-    kind = torch.optim.Optimizer
-    return [each for each in held if isinstance(each, kind) and each is not wrapper]
+    return [each for each in held if isinstance(each, torch.optim.Optimizer) and each is not outer]
 
 
 def _inside(optimizer: Any) -> Any:
@@ -540,12 +536,7 @@ def _was_withheld(state: dict[str, Any], wait: bool) -> bool:
     return guard is not None and bool(guard.last_step_skipped(wait=wait))
 
 
-def _versions(optimizer: Any) -> list[Any]:
-    """Returns what changes when a gradient of an optimizer is written or replaced."""
-    grads = [param.grad for param in params_of(optimizer)]
-    return [None if grad is None else (id(grad), grad._version) for grad in grads]
-
-
-def _has_changed(before: list[Any], now: list[Any]) -> bool:
-    """Returns True if a gradient was written, replaced or added since, not only dropped."""
-    return any(new not in (old, None) for old, new in itertools.zip_longest(before, now))
+def _versions(optimizer: Any) -> dict[int, tuple[int, int]]:
+    """Returns what changes when a gradient of an optimizer is written, replaced or added."""
+    grads = ((id(param), param.grad) for param in params_of(optimizer))
+    return {key: (id(grad), grad._version) for key, grad in grads if grad is not None}
