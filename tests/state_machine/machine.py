@@ -129,7 +129,9 @@ class Machine(Releasing):
             if is_released:
                 self.released_iteration(which, seed, 1, "all", (), True, "step")
             else:
-                self.iterate(which, seed, bad if is_first else None)
+                # Gradients that are unscaled already are not scanned again: inf would be stepped.
+                is_scanned = self.scalers_of(sides).is_ready(sides)
+                self.iterate(which, seed, bad if is_first and is_scanned else None)
             if is_first:
                 self.write_param(which, numbered, how, seed)
         sides.remove_release()
