@@ -31,8 +31,8 @@ class ScanResult:
         first_nonfinites: Maps each of these devices to one int64, the index of the first parameter
             whose gradient has inf or NaN. ``GradScaler.update`` reads and resets these indices.
         sum_of_squares: One float64, the sum of squares of all scaled gradients over all ranks. None
-            if no norm is needed, or if no other rank contributes: without sharded parameters and
-            without a process group of a norm guard.
+            if no norm is needed, or if the compiled stepper has kept the sum: without sharded
+            parameters and without a norm guard.
         counts_tensors: True if each flag is the number of parameters that were skipped, each for
             its own gradient, because the gradients were released.
     """

@@ -32,19 +32,19 @@ struct StepDecision {
     const double sum_of_squares = inputs.sum_of_squares != nullptr ? *inputs.sum_of_squares : 0.0;
     double max_norm = inputs.max_grad_norm;
     if (inputs.max_norm != nullptr && *inputs.max_norm < max_norm) max_norm = *inputs.max_norm;
-    StepDecision factor{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite};
-    if (inputs.grad_scale != nullptr) factor.inv_scale = inverse_scale(scale);
-    factor.skip = overflow || !is_finite(factor.inv_scale);
-    if (inputs.sum_of_squares == nullptr) return factor;
-    const double norm = std::sqrt(sum_of_squares) * factor.inv_scale;
-    factor.grad_norm = static_cast<float>(norm);
-    if (inputs.max_norm != nullptr && !is_finite(max_norm)) return factor;  // clips nothing
-    factor.clip_coefficient = amp_ext::clip_coefficient(max_norm, factor.grad_norm);
+    StepDecision decision{1.0f, 1.0f, 1.0, 0.0f, false, inputs.skip_nonfinite};
+    if (inputs.grad_scale != nullptr) decision.inv_scale = inverse_scale(scale);
+    decision.skip = overflow || !is_finite(decision.inv_scale);
+    if (inputs.sum_of_squares == nullptr) return decision;
+    const double norm = std::sqrt(sum_of_squares) * decision.inv_scale;
+    decision.grad_norm = static_cast<float>(norm);
+    if (inputs.max_norm != nullptr && !is_finite(max_norm)) return decision;  // clips nothing
+    decision.clip_coefficient = amp_ext::clip_coefficient(max_norm, decision.grad_norm);
     // If the norm overflows or the coefficient underflows, compute in float64.
-    const bool fits = is_finite(factor.grad_norm) && factor.clip_coefficient >= 0x1p-126f;
-    factor.clip_coefficient64 =
-        fits ? factor.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
-    return factor;
+    const bool fits = is_finite(decision.grad_norm) && decision.clip_coefficient >= 0x1p-126f;
+    decision.clip_coefficient64 =
+        fits ? decision.clip_coefficient : amp_ext::clip_coefficient(max_norm, norm);
+    return decision;
   }
 };
 

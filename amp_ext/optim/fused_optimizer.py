@@ -64,8 +64,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     quantized to 8 bits have other keys.
 
     As with torch's fused optimizers, a gradient scaler sets the attributes ``grad_scale`` and
-    ``found_inf`` for one step. The kernel unscales the gradients, and writes nothing if
-    ``found_inf`` is not 0; the host does not read the flag.
+    ``found_inf`` for one step. The kernel unscales the gradients, and changes no parameter or state
+    if ``found_inf`` is not 0; the host does not wait for the flag of a GPU.
 
     A step notices every state tensor that was written in place or replaced, and continues from the
     new values. A master element that does not round to its parameter is replaced by the parameter.

@@ -113,6 +113,8 @@ class LocalShards(NamedTuple):
 class Stepper:
     """The step of one optimizer, and what belongs to the optimizer but not to a group.
 
+    ``compiled`` is the other half, ``csrc/python/stepper.h``, which takes usual steps and scans.
+
     The optimizer refers to this object, but this object does not refer to the optimizer, so that no
     reference cycle keeps them alive. A wrapper that copies the attributes of an optimizer, such as
     Lightning's, shares it.

@@ -369,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
         skips_in_a_row = binary.update_scale_(scale, *tensors, **rules)
         if skips_in_a_row >= self._warn_after and not self._has_warned:
             stats = self.stats()
-            update_of_name = self._seen[8]  # type: ignore[index]
+            update_of_name = self._seen[8]  # type: ignore[index]  # ScaleCounts::nonfinite_update
             is_of_these = update_of_name > stats.updates - stats.consecutive_skips
             _LOGGER.warning(
                 "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is "

@@ -14,7 +14,7 @@ namespace amp_ext::cpu {
 // the cost axis of a TileMap.
 struct Engine {
   const char* name;
-  void (*step)(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
+  void (*step)(const StepLaunch& launch, const TileMap& tiles, const StepDecision& decision,
                int64_t begin, int64_t end);
   // Returns the lowest index (KernelTensorArgs::group) of a gradient with inf or NaN, or kNoTensor.
   // If `sums` is not null, sums[tiles.number_of_tiles()] receives each tile's sum of squares,

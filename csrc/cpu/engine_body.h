@@ -299,18 +299,18 @@ class ConstantsCache {
  public:
   using Constants = TensorConstants<Functor<T>, T>;
 
-  ConstantsCache(const StepLaunch& launch, const StepDecision& factor)
+  ConstantsCache(const StepLaunch& launch, const StepDecision& decision)
       : hyperparameters_(
             static_cast<const typename Functor<T>::Hyperparameters*>(launch.hyperparameters)),
-        factor_(factor) {}
+        decision_(decision) {}
 
   const Constants& of(const KernelTensorArgs& args) {
     const float step = args.step == nullptr ? -1.0f : *args.step;
     if (args.group != group_ || step != step_) {
       group_ = args.group;
       step_ = step;
-      constants_ = Constants::make(hyperparameters_[group_], args.step, factor_);
-      is_usual_ = !factor_.skip_nonfinite && Functor<T>::has_fast_path(hyperparameters_[group_]);
+      constants_ = Constants::make(hyperparameters_[group_], args.step, decision_);
+      is_usual_ = !decision_.skip_nonfinite && Functor<T>::has_fast_path(hyperparameters_[group_]);
     }
     return constants_;
   }
@@ -319,7 +319,7 @@ class ConstantsCache {
 
  private:
   const typename Functor<T>::Hyperparameters* hyperparameters_;  // [groups]
-  StepDecision factor_;
+  StepDecision decision_;
   int32_t group_ = -1;
   float step_ = -1.0f;
   Constants constants_;
@@ -327,10 +327,10 @@ class ConstantsCache {
 };
 
 template <template <typename> class Functor, int kBuffers>
-void step_with(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
+void step_with(const StepLaunch& launch, const TileMap& tiles, const StepDecision& decision,
                int64_t begin, int64_t end) {
-  ConstantsCache<Functor, float> in_float(launch, factor);
-  ConstantsCache<Functor, double> in_double(launch, factor);
+  ConstantsCache<Functor, float> in_float(launch, decision);
+  ConstantsCache<Functor, double> in_double(launch, decision);
   tiles.for_each_tile(begin, end, [&](const Tile& tile) {
     for_dtype(tile.args.param_dtype, [&](auto element) {
       using Param = decltype(element);
@@ -345,12 +345,12 @@ void step_with(const StepLaunch& launch, const TileMap& tiles, const StepDecisio
   });
 }
 
-inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecision& factor,
+inline void step(const StepLaunch& launch, const TileMap& tiles, const StepDecision& decision,
                  int64_t begin, int64_t end) {
   switch (launch.kernel) {
 #define AMP_EXT_CASE(Functor, buffers)       \
   case OptimizerKernel::k##Functor##buffers: \
-    return step_with<Functor, buffers>(launch, tiles, factor, begin, end);
+    return step_with<Functor, buffers>(launch, tiles, decision, begin, end);
     AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(AMP_EXT_CASE)
 #undef AMP_EXT_CASE
   }

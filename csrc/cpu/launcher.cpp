@@ -32,13 +32,13 @@ int64_t Launcher::least_in_parallel(const TileMap& tiles, const Work& work) cons
 }
 
 void Launcher::step(const StepLaunch& launch) const {
-  const StepDecision factor = StepDecision::read(launch.inputs);
-  if (launch.grad_norm != nullptr) *launch.grad_norm = factor.grad_norm;
-  if (launch.step_applied != nullptr) *launch.step_applied = factor.step_applied();
-  if (factor.skip) return;
+  const StepDecision decision = StepDecision::read(launch.inputs);
+  if (launch.grad_norm != nullptr) *launch.grad_norm = decision.grad_norm;
+  if (launch.step_applied != nullptr) *launch.step_applied = decision.step_applied();
+  if (decision.skip) return;
   const TileMap tiles = tiles_of(launch.all_args, launch.count);
   least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-    engine_.step(launch, tiles, factor, begin, end);
+    engine_.step(launch, tiles, decision, begin, end);
     return kNoTensor;
   });
   for (int64_t i = 0; i < launch.count; ++i) {

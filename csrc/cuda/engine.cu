@@ -61,6 +61,7 @@ int for_each_dtype(const Run& run) {
 
 }  // namespace
 
+// Defined in step.cuh, and instantiated in step_*.cu.
 template <typename All>
 int step_all(const StepLaunch& launch, int64_t first, uint32_t* block_counter, cudaStream_t stream,
              int64_t& launched);

@@ -399,12 +399,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     const auto& group = arguments.groups[table.group[tensor]];
     const double step = Constants::read_step(group, table.step[tensor]);
     const double lr = Constants::read_lr(group);
-    const StepDecision factor = StepDecision::read(arguments.inputs);
-    if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = factor.grad_norm;
+    const StepDecision decision = StepDecision::read(arguments.inputs);
+    if (tile == 0 && arguments.grad_norm != nullptr) *arguments.grad_norm = decision.grad_norm;
     if (tile == 0 && arguments.step_applied != nullptr)
-      *arguments.step_applied = factor.step_applied();
-    block.skip = factor.skip;
-    if (!factor.skip) block.constants = Constants::make(group, lr, step, factor);
+      *arguments.step_applied = decision.step_applied();
+    block.skip = decision.skip;
+    if (!decision.skip) block.constants = Constants::make(group, lr, step, decision);
     if constexpr (kFast) block.place_bits = RatioCode::kPlaceBits;
   }
   __syncthreads();

@@ -50,6 +50,7 @@ struct Adam {
                         : -std::numeric_limits<T>::infinity()};
   }
 
+  // The formula. A new term has to stand in fast_update as well, or has_fast_path must refuse it.
   template <typename V>
   AMP_EXT_INLINE V operator()(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);

@@ -1,10 +1,10 @@
-// Collects the tensors and options of a step from the dicts of a Python optimizer.
+// The compiled half of the class Stepper in amp_ext/optim/stepper.py: collects the tensors and
+// options of a step or a scan from the dicts of a Python optimizer, and runs it.
 //
-// Nothing is remembered from step to step, so every change of a group, a gradient or a state
-// counts. The walk over the parameters follows one pointer after another (parameter, dict of its
-// state, tensors of the dict, their storages), and most of them are not in the cache. So it takes
-// blocks of parameters in passes: each pass follows one pointer further, and prefetches what the
-// next reads.
+// Each step reads groups, gradients and states anew, so every change of them counts. The walk over
+// the parameters follows one pointer after another (parameter, dict of its state, tensors of the
+// dict, their storages), and most of them are not in the cache. So it takes blocks of parameters in
+// passes: each pass follows one pointer further, and prefetches what the next reads.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -44,7 +44,7 @@ struct GroupFormat {
 
 // The names of an optimizer's options and states as interned Python strings, which are never freed,
 // and the hyperparameters of the groups that were read last.
-class Formula {
+class OptionReader {
  public:
   struct Key {
     PyObject* name = nullptr;
@@ -52,7 +52,7 @@ class Formula {
     int8_t form = 0;  // for masters and buffers: which of the keys of this part
   };
 
-  virtual ~Formula() = default;
+  virtual ~OptionReader() = default;
   // Reads the options of one more group. Returns false if an option is missing, has a wrong type or
   // is out of range, so that Python must check the groups.
   virtual bool read(PyObject* group, GroupFormat& format, OptionalTensor& lr) = 0;
@@ -67,7 +67,7 @@ class Formula {
 };
 
 // Returns the formula whose hyperparameters have this name: "AdamHyperparameters".
-std::unique_ptr<Formula> formula_named(const std::string& hyperparameters);
+std::unique_ptr<OptionReader> formula_named(const std::string& hyperparameters);
 
 // A parameter of a step: its place in the groups.
 struct ParamPlace {
@@ -182,7 +182,8 @@ class Stepper {
   int64_t version_of_grad(const ParamPlace& place, const at::Tensor& grad) const;
   // Throws if a gradient still carries the loss scale of an earlier step.
   void check_carries_no_scale();
-  // Takes the sum of squares of the last scan, or scans again, where the step needs it.
+  // Takes the sum of squares of the last scan where the step needs it. If a gradient has changed
+  // since, scans again, and adds what that finds to found_inf.
   void find_norm(GradientOptions& options, bool wants_norm);
   void remember_scaled();
   void remember_masters();
@@ -192,7 +193,7 @@ class Stepper {
   void clear();
 
   const std::string optimizer_;
-  const std::unique_ptr<Formula> formula_;
+  const std::unique_ptr<OptionReader> reader_;
   Step step_;
   GradScan scan_;
   StepScratch scratch_;
@@ -212,7 +213,7 @@ class Stepper {
   int64_t numel_ = 0;
   bool is_on_cpu_ = true;
   static constexpr int kPredicted = 8;
-  Formula::Key predicted_[kPredicted];  // the keys of the last parameter's state
+  OptionReader::Key predicted_[kPredicted];  // the keys of the last parameter's state
 
   // Stays between calls.
   std::vector<MasterSeen> seen_;    // by ParamPlace::number

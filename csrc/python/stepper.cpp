@@ -1,5 +1,5 @@
 // Walks over the groups, gradients and states of a Python optimizer, and takes its steps.
-#include "python/collect.h"
+#include "python/stepper.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -117,9 +117,9 @@ bool read_format(PyObject* group, const OptionNames& name, GroupFormat& format) 
 }
 
 template <typename Hyperparameters>
-class FormulaOf final : public Formula {
+class OptionReaderOf final : public OptionReader {
  public:
-  FormulaOf() {
+  OptionReaderOf() {
     params = names_.params;
     buffers = Hyperparameters::kBuffers;
     buffer_count = static_cast<int>(std::size(Hyperparameters::kBuffers));
@@ -246,10 +246,10 @@ constexpr int64_t kSmallStep = int64_t{1} << 17;
 
 }  // namespace
 
-std::unique_ptr<Formula> formula_named(const std::string& hyperparameters) {
+std::unique_ptr<OptionReader> formula_named(const std::string& hyperparameters) {
 #define AMP_EXT_MAKE(Functor)                             \
   if (hyperparameters == Functor##Hyperparameters::kName) \
-    return std::make_unique<FormulaOf<Functor##Hyperparameters>>();
+    return std::make_unique<OptionReaderOf<Functor##Hyperparameters>>();
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_MAKE)
 #undef AMP_EXT_MAKE
   throw py::value_error("there are no hyperparameters of this name: " + hyperparameters);
@@ -305,7 +305,7 @@ class Stepper::WithoutGil {
 
 namespace {
 
-std::vector<std::string> names_of_buffers(const Formula& formula) {
+std::vector<std::string> names_of_buffers(const OptionReader& formula) {
   std::vector<std::string> found;
   for (int i = 0; i < formula.buffer_count; ++i) found.emplace_back(formula.buffers[i].name);
   return found;
@@ -315,13 +315,13 @@ std::vector<std::string> names_of_buffers(const Formula& formula) {
 
 Stepper::Stepper(std::string optimizer, const std::string& hyperparameters)
     : optimizer_(std::move(optimizer)),
-      formula_(formula_named(hyperparameters)),
-      step_(optimizer_, Naming::kGroups, names_of_buffers(*formula_)) {}
+      reader_(formula_named(hyperparameters)),
+      step_(optimizer_, Naming::kGroups, names_of_buffers(*reader_)) {}
 
 void Stepper::clear() {
   step_.clear();
   scan_.clear();
-  formula_->clear();
+  reader_->clear();
   formats_.clear();
   lrs_.clear();
   lists_.clear();
@@ -352,8 +352,8 @@ bool Stepper::read_groups(const py::object& param_groups) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const group = PyList_GET_ITEM(param_groups.ptr(), i);
     if (!PyDict_Check(group)) return false;
-    if (!formula_->read(group, formats_.emplace_back(), lrs_.emplace_back())) return false;
-    PyObject* const params = PyDict_GetItemWithError(group, formula_->params);
+    if (!reader_->read(group, formats_.emplace_back(), lrs_.emplace_back())) return false;
+    PyObject* const params = PyDict_GetItemWithError(group, reader_->params);
     // Reading an iterator or a set again may give other parameters.
     if (params == nullptr || PyIter_Check(params) || PyAnySet_Check(params)) return false;
     lists_.push_back(py::reinterpret_steal<py::object>(PySequence_Fast(params, "params")));
@@ -363,7 +363,7 @@ bool Stepper::read_groups(const py::object& param_groups) {
       return false;
     }
   }
-  formula_->put_into(groups_);
+  reader_->put_into(groups_);
   for (Py_ssize_t i = 0; i < count; ++i) groups_.groups[i].lr = lrs_[i];
   return true;
 }
@@ -412,15 +412,15 @@ void Stepper::take_entries(Collected& one) {
   PyObject *key = nullptr, *value = nullptr;
   int number = 0;
   for (Py_ssize_t position = 0; PyDict_Next(one.entries, &position, &key, &value) != 0; ++number) {
-    const Formula::Key* known = nullptr;
+    const OptionReader::Key* known = nullptr;
     if (number < kPredicted && predicted_[number].name == key) {
       known = &predicted_[number];
     } else {
-      for (const Formula::Key& each : formula_->keys) {
+      for (const OptionReader::Key& each : reader_->keys) {
         if (each.name == key) known = &each;
       }
       if (known == nullptr && PyUnicode_CheckExact(key) && PyUnicode_CHECK_INTERNED(key) == 0) {
-        for (const Formula::Key& each : formula_->keys) {
+        for (const OptionReader::Key& each : reader_->keys) {
           if (PyUnicode_Compare(each.name, key) == 0) known = &each;
         }
       }
@@ -529,7 +529,7 @@ bool Stepper::fits_options(const Collected& one, bool has_blocks) const {
   for (int i = 0; i < format.buffer_count; ++i) {
     if (one.found[kBuffer0 + i] == nullptr) return false;
     const at::Tensor& buffer = tensor(kBuffer0 + i);
-    const bool has_code = is_coded && is_among(formula_->buffers[i].code, codes);
+    const bool has_code = is_coded && is_among(reader_->buffers[i].code, codes);
     if (one.forms[kBuffer0 + i] != (has_code ? 1 : 0)) return false;
     if (!has_code && buffer.scalar_type() != wanted) return false;
     if (buffer.device() != param.device()) return false;
@@ -559,9 +559,9 @@ void Stepper::add(const Collected& one) {
   for (int i = 0; i < format.buffer_count; ++i) {
     take(kBuffer0 + i);
     TORCH_CHECK(tensors.tensors[kBuffer0 + i] != nullptr, optimizer_, ": ",
-                formula_->buffers[i].name, " of group ", place.group, ", param ", place.index,
+                reader_->buffers[i].name, " of group ", place.group, ", param ", place.index,
                 " must be present");
-    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(formula_->buffers[i].code);
+    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(reader_->buffers[i].code);
   }
   if (has_blocks_here) take(kExponents);
   if (!shards_->empty()) tensors.global_offset = shards_->at(place.number).global_offset;
