@@ -774,8 +774,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             KeyError: If the dict is not the state dict of an optimizer.
             TypeError: If ``state_dict`` is not a dict, or an option has the wrong type.
             ValueError: If the dict does not fit the groups, another class wrote it, or a part is
-                missing. Nothing has been changed after any error. An interrupt leaves the optimizer
-                loaded completely or unchanged.
+                missing. Nothing has been changed after any error.
         """
         self.check_weights_are_in(f"{type(self).__name__}.load_state_dict")
         check_is_dict(operation_of(self), state_dict)
