@@ -76,5 +76,5 @@ def drop_iteration(scaler: torch.amp.GradScaler) -> None:
     for state in scaler._per_optimizer_states.values():
         if "scan" in state:
             for first in state["scan"].first_nonfinites.values():
-                first.fill_(torch.iinfo(torch.int64).max)  # as an update does
+                first.fill_(torch.iinfo(torch.int64).max)  # the value that an update leaves
     scaler._per_optimizer_states.clear()

@@ -449,7 +449,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 # Hooks may write gradients through ``.data``, which changes no version counter.
                 again, found_inf = self._scan_again(found_inf, grad_scale)
-                scan.found_infs.update(again.found_infs)  # which the scaler's update reads
+                scan.found_infs.update(again.found_infs)  # the scaler's update reads it
                 sum_of_squares = again.sum_of_squares
         if guard is not None:
             if sum_of_squares is None:
@@ -573,7 +573,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if any(param.grad is not None for param in params_of(self)):
             raise AssertionError(NOTHING_WAS_SCANNED)
 
-    # What a scaler calls.
+    # Methods that a scaler calls.
 
     def scan_gradients(self, grad_scale: Tensor | None = None) -> ScanResult:
         """Finds inf and NaN in all gradients, and keeps the result until the next step.
@@ -833,5 +833,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.norm_guard = guard if guard.is_free_for(self) else copy.deepcopy(guard)
 
 
-# Stored, because a scaler reads this signature at every step: 2 µs instead of 30 µs.
+# Stored, because torch's scaler reads this signature at every step: 2 µs instead of 30 µs.
 setattr(FusedOptimizer.step, "__signature__", inspect.signature(FusedOptimizer.step))  # noqa: B010

@@ -40,7 +40,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
                 for hook in hooks.values():
                     hook(optimizer, args, kwargs)
         except BaseException:
-            for name in ("grad_scale", "found_inf"):  # which torch's scaler keeps after an error
+            for name in ("grad_scale", "found_inf"):  # torch's scaler keeps them after an error
                 vars(optimizer).pop(name, None)
             if optimizer._stepper.last_scan is not None:
                 optimizer._stepper.forget_scan()

@@ -296,7 +296,7 @@ class GradScaler(torch.amp.GradScaler):
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         inputs = found_inf, self._scale, inv_scale, allow_fp16
         found = binary.scan_grads(params_of(optimizer), grads, *inputs)
-        if found is None:  # as torch does, for gradients that our kernels can't read
+        if found is None:  # torch's code takes gradients that our kernels can't read
             unscale = torch.ones_like(found_inf) if inv_scale is None else inv_scale
             return _TORCH._unscale_grads_(self, optimizer, unscale, found_inf, allow_fp16)
         flags = {flag.device: flag for flag, _ in found}
@@ -479,9 +479,8 @@ class GradScaler(torch.amp.GradScaler):
         self._forget()
 
 
-_UNSCALE_GRADS = (
-    GradScaler._unscale_grads_
-)  # to notice an override, also one patched into the class
+# Kept to notice an override, also one patched into the class.
+_UNSCALE_GRADS = GradScaler._unscale_grads_
 
 
 @functools.lru_cache(maxsize=32)  # inspecting a signature takes longer than a small step

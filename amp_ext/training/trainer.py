@@ -219,7 +219,7 @@ class MixedPrecisionTrainer:
             The metrics of the step, with the loss of the last batch; None if no batch was left.
         """
         metrics = None
-        accumulated, self._accumulated = self._accumulated, 0  # as in train_step
+        accumulated, self._accumulated = self._accumulated, 0  # a step that raises starts anew
         if accumulated:
             for param in params_of(self.optimizer):
                 if param.grad is not None:

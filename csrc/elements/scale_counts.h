@@ -1,4 +1,4 @@
-// What the updates of a loss scale have counted, in a tensor on the device of the scale.
+// Counts of the updates of a loss scale, in a tensor on the device of the scale.
 #pragma once
 
 #include <cstdint>
