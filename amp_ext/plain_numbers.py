@@ -1,13 +1,21 @@
-"""Conversion of numpy's numbers to Python's, and checks of numbers."""
+"""Conversion of numbers of numpy and of a device to Python's, and checks of numbers."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["is_count", "is_number", "plain", "timestep_of", "with_plain_numbers"]
+__all__ = [
+    "is_count",
+    "is_number",
+    "numbers_on_host",
+    "plain",
+    "timestep_of",
+    "with_plain_numbers",
+]
 
 
 def plain(value: Any) -> Any:
@@ -29,6 +37,23 @@ def with_plain_numbers(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(with_plain_numbers, value))
     return plain(value)
+
+
+def numbers_on_host(state: Tensor, on_host: Tensor, *, wait: bool) -> list[float]:
+    """Returns the numbers that a device has copied to the host, without waiting for the device.
+
+    Args:
+        state: The tensor on the device.
+        on_host: Its copy on the host, or the tensor itself, if it is there. The first and the last
+            entry are the same number of updates, unless the device is writing the copy.
+        wait: Waits for the device, so that its last update is included.
+    """
+    if wait and state.is_cuda:
+        torch.cuda.synchronize(state.device)
+    while True:
+        numbers: list[float] = on_host.tolist()
+        if numbers[0] == numbers[-1]:
+            return numbers
 
 
 def is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.plain_numbers import is_number, plain
+from amp_ext.plain_numbers import is_number, numbers_on_host, plain
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.sharding import check_process_group
 
@@ -258,13 +258,9 @@ class NormGuard:
 
     def _read(self, wait: bool) -> dict[str, Any]:
         """Returns the numbers after the last step that the device has finished."""
-        if wait and self._state.is_cuda:
-            torch.cuda.synchronize(self._state.device)
-        while True:
-            numbers = self._on_host.tolist()
-            if numbers[0] == numbers[-1]:  # else the device was writing them
-                found = zip(_NUMBERS, numbers, strict=True)
-                return {name: int(n) if name in _COUNTS else n for name, n in found}
+        numbers = numbers_on_host(self._state, self._on_host, wait=wait)
+        found = zip(_NUMBERS, numbers, strict=True)
+        return {name: int(n) if name in _COUNTS else n for name, n in found}
 
     def last_step_skipped(self, *, wait: bool = False) -> bool:
         """Returns True if the guard skipped the last step that the device has finished.

@@ -19,6 +19,7 @@ from amp_ext.amp_protocol import NO_CLOSURE, ScanResult, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.ops import binary
 from amp_ext.params import name_of_param, params_of
+from amp_ext.plain_numbers import numbers_on_host
 from amp_ext.scaler.stats import ScalerStats
 from amp_ext.sharding import all_reduce_flags, check_guard, check_process_group, local_grads
 
@@ -416,11 +417,9 @@ class GradScaler(torch.amp.GradScaler):
             wait: Waits for the last update. Otherwise the counts are those after the last update
                 that the device has finished.
         """
-        if wait and self._counts is not None and self._counts.is_cuda:
-            torch.cuda.synchronize(self._counts.device)
-        counts = [0.0] if self._seen is None else self._seen.tolist()
-        while counts[0] != counts[-1]:  # the device is writing them
-            counts = self._seen.tolist()  # type: ignore[union-attr]
+        counts = [0.0]
+        if self._counts is not None and self._seen is not None:
+            counts = numbers_on_host(self._counts, self._seen, wait=wait)
         if counts[0] == 0:
             scale = float(self._init_scale) if self._enabled else 1.0
             return ScalerStats(0, 0, 0, 0, scale, scale, scale, None)
