@@ -25,8 +25,8 @@ WORKERS := -n auto --maxprocesses 8 --dist worksteal
 PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(WORKERS)')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := setup.py $(shell find csrc amp_ext/include) $(wildcard amp_ext/share/cmake/amp_ext/*.in)
-CXX_FILES := $(shell find csrc amp_ext/include tests benchmarks examples \
+SOURCES := setup.py $(shell find csrc) $(wildcard amp_ext/share/cmake/amp_ext/*.in)
+CXX_FILES := $(shell find csrc tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 SHELL := /bin/bash
@@ -62,7 +62,7 @@ test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated
 	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
 
 test-numbers: $(BUILT)  ## Stores and loads every float32 as engine and kernels do, over an hour
-	@AMP_EXT_NUMBER_STRIDE=1 $(PYTHON) -m pytest $(PARALLEL) --durations 4 tests/operations/test_numbers.py \
+	@AMP_EXT_NUMBER_STRIDE=1 $(PYTHON) -m pytest $(PARALLEL) --durations 4 tests/kernels/test_numbers.py \
 	    $(PYTEST_ARGS)
 
 fuzz: $(BUILT)  ## Looks for programs whose results differ from torch's; MINUTES=30, FUZZ_ARGS='--seed 1'
@@ -139,9 +139,9 @@ gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kerne
 	    scripts/gpu_check.sh --list $(LIST) $(FOLDER)
 
 # The program that tries the kernels in many shapes, for the architecture in its name.
-build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc amp_ext/include -name '*.h' -o -name '*.cuh')
+build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc -name '*.h' -o -name '*.cuh')
 	@mkdir -p build
-	@nvcc -o $@ $< -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
+	@nvcc -o $@ $< -Icsrc -Icsrc/include -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
 
 clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info .venv/.built* \

@@ -194,7 +194,7 @@ flags = {"cxx": flags_of("cxx") + define, "nvcc": flags_of("nvcc") + define if w
 if with_cuda and toolkit_version(os.environ["CUDA_HOME"]) >= (13, 0):
     # Compresses kernels to a sixth. Drivers that can't decompress them can't run CUDA 13 anyway.
     flags["nvcc"].append("--compress-mode=size")
-own_include_dirs = [str(ROOT / "csrc"), str(ROOT / "amp_ext" / "include")]
+own_include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
 device_type = "cuda" if with_cuda else "cpu"
 include_dirs = own_include_dirs + cpp_extension.include_paths(device_type)
 library_dirs = cpp_extension.library_paths(device_type)

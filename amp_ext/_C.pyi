@@ -7,7 +7,7 @@ from torch import Tensor
 class BufferDescription:
     name: str
     role: str
-    dither_stride: int  # Weyl stride, see csrc/elements/dither.h; 0: the buffer is never dithered
+    dither_stride: int  # Weyl stride, see csrc/formats/dither.h; 0: the buffer is never dithered
     code: str  # name of its 8-bit format, such as "q8h"; empty if it has none
     option: str | None  # option that a group must set to have the buffer; None: every group has it
 

@@ -4,11 +4,11 @@
 #include <type_traits>
 #include <utility>
 
-#include "elements/clipping.h"
-#include "elements/loss_scale.h"
-#include "elements/numeric.h"
-#include "elements/step_counter.h"
+#include "formulas/clipping.h"
+#include "formulas/loss_scale.h"
+#include "formulas/step_counter.h"
 #include "launches.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

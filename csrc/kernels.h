@@ -8,12 +8,12 @@
 #include <type_traits>
 #include <utility>
 
-#include "elements/adam.h"
-#include "elements/buffer_descriptions.h"
-#include "elements/lion.h"
-#include "elements/numbers.h"
-#include "elements/sgd.h"
-#include "elements/storage.h"
+#include "formats/buffer_descriptions.h"
+#include "formats/numbers.h"
+#include "formats/storage.h"
+#include "formulas/adam.h"
+#include "formulas/lion.h"
+#include "formulas/sgd.h"
 
 // Calls X(functor) for each optimizer.
 #define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)

@@ -7,14 +7,14 @@
 #include <iterator>
 #include <utility>
 
-#include "elements/clipping.h"
-#include "elements/loss_scale.h"
-#include "elements/numbers.h"
-#include "elements/numeric.h"
-#include "elements/scale_counts.h"
-#include "elements/storage.h"
-#include "elements/weight_average.h"
+#include "formats/numbers.h"
+#include "formats/storage.h"
+#include "formulas/clipping.h"
+#include "formulas/loss_scale.h"
+#include "formulas/scale_counts.h"
+#include "formulas/weight_average.h"
 #include "kernels.h"
+#include "numeric.h"
 
 namespace amp_ext {
 
@@ -27,7 +27,7 @@ struct KernelTensorArgs {
   void* buffers[kMaxBuffers] = {};  // exp_avg, ...: the buffers that the kernel uses
   uint8_t* exponents =
       nullptr;            // [numel / kBlockSize], one per block of the blockwise buffer; or null
-  float* step = nullptr;  // [1], step counter (see elements/step_counter.h), or null
+  float* step = nullptr;  // [1], step counter (see formulas/step_counter.h), or null
   int64_t numel = 0;
   // Index into StepLaunch::hyperparameters; in operations on gradients alone, index of the tensor.
   int32_t group = 0;

@@ -30,7 +30,7 @@ done
 
 # The flags are those of setup.py and PyTorch, except for the oldest supported language standard.
 compile() {
-  nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -Iamp_ext/include -std=c++17 -O3 -fmad=false $3 \
+  nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -Icsrc/include -std=c++17 -O3 -fmad=false $3 \
     -DAMP_EXT_WITH_CUDA=1 --expt-relaxed-constexpr -Xptxas -v -Werror all-warnings \
     -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ \
     -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__ \

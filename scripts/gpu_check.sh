@@ -112,7 +112,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 AMP_EXT_REQ
 
 pytest=("$python" -m pytest -p no:cacheprovider)
 benchmark=("$python" -m amp_ext.bench --device cuda)
-gpu_tests=("${pytest[@]}" tests/operations/test_gpu.py -v -rA)
+gpu_tests=("${pytest[@]}" tests/kernels/test_gpu.py -v -rA)
 # Turns PyTorch's memory cache off, so that each tensor is an allocation that the sanitizer can check.
 sanitizer=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
 sanitize=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --error-exitcode 9 --print-limit 20)

@@ -21,7 +21,7 @@ gcc=${CXX:-c++}
 clang=("$python" -m ziglang c++ -fno-exceptions '-D_LIBCPP_VERBOSE_ABORT(...)=__builtin_abort()' -target)
 folder=build/other_compilers
 mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
-flags+=(-std=c++20 -Wall -Werror -Icsrc -Iamp_ext/include)
+flags+=(-std=c++20 -Wall -Werror -Icsrc -Icsrc/include)
 rm -rf "$folder" # old objects would be linked, too
 
 compile() { # NAME COMPILER...

@@ -48,7 +48,7 @@ if [ "${1:-}" = --threads ]; then
   export OMP_NUM_THREADS=1 TSAN_OPTIONS=atexit_sleep_ms=0
   echo "Running released gradients and offloaded states under ThreadSanitizer"
   use_module "$("${build[@]}" cpu thread)" libtsan.so
-  pytest "$root"/tests/optimizers/test_{offload,gradient_release}.py -m 'not slow' -k 'not emulated'
+  pytest "$root"/tests/optim/test_{offload,gradient_release}.py -m 'not slow' -k 'not emulated'
   exit
 fi
 

@@ -46,7 +46,7 @@ MODULES = (
 )
 PROGRAMS = ("bench", "info", "memory")
 LIBRARY = ROOT / "amp_ext" / "lib" / "libamp_ext.so"
-HEADERS = ROOT / "amp_ext" / "include" / "amp_ext"
+HEADERS = ROOT / "csrc" / "include" / "amp_ext"
 LINKED = "C++: "
 
 

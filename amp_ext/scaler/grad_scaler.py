@@ -30,7 +30,7 @@ _OF_TORCH = "growth_factor", "backoff_factor", "growth_interval"
 _RULES = *_OF_TORCH, "min_scale", "max_scale", "hysteresis", "dynamic"
 _SAVED: dict[str, Any] = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), float)
 _SAVED |= dict.fromkeys(("growth_interval", "_growth_tracker"), int)
-_COUNTS = 11  # entries of the tensor that csrc/elements/scale_counts.h describes
+_COUNTS = 11  # entries of the tensor that csrc/formulas/scale_counts.h describes
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -5,8 +5,8 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
-#include "elements/entries.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "formulas/entries.h"
 #include "kernels.h"
 #include "launches.h"
 
@@ -27,7 +27,7 @@ constexpr int64_t kApart = 512 / sizeof(T);
 template <typename T, bool kIsNative>
 constexpr int64_t kAskedFor = (kIsNative ? 1 : 2) * kLineSize / static_cast<int64_t>(sizeof(T));
 
-// Computes how the numbers of one tensor are dithered at one step (see elements/dither.h).
+// Computes how the numbers of one tensor are dithered at one step (see formats/dither.h).
 class Dither {
  public:
   Dither(const KernelTensorArgs& args, uint32_t step) : args_(args), step_(step) {}

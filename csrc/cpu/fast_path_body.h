@@ -1,5 +1,5 @@
 // The fast path of Adam's step with 16-bit or 8-bit moments, for common options and values (see
-// elements/fast_path.h). It gives the same bits as engine_body.h, which includes this file.
+// formulas/fast_path.h). It gives the same bits as engine_body.h, which includes this file.
 //
 // A first loop updates a group of elements in scratch memory. A second loop quantizes and stores
 // the results, unless one is unusual (NaN, or a second moment that is negative or nearly infinite):
@@ -57,7 +57,7 @@ inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> = [] {
   }
 }();
 
-// Dither words, phase + stride * step, of consecutive vectors (see elements/dither.h).
+// Dither words, phase + stride * step, of consecutive vectors (see formats/dither.h).
 struct Words {
   const uint32_t* phases;
   uint32_t offset;

@@ -6,11 +6,11 @@
 
 #include "cpu/vector.h"
 // These headers follow cpu/vector.h, because their functors use its vectors.
-#include "elements/dither.h"
-#include "elements/moment_codes.h"
-#include "elements/numbers.h"
-#include "elements/split.h"
-#include "elements/storage.h"
+#include "formats/dither.h"
+#include "formats/moment_codes.h"
+#include "formats/numbers.h"
+#include "formats/split.h"
+#include "formats/storage.h"
 
 namespace amp_ext::cpu::AMP_EXT_ISA {
 

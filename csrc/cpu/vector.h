@@ -6,8 +6,8 @@
 // processors plain code computes the same bits.
 #pragma once
 
-#include "elements/numeric.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "numeric.h"
 
 #if defined(__x86_64__) && !defined(AMP_EXT_NO_INTRINSICS)
 #define AMP_EXT_VECTOR_X86 AMP_EXT_VECTOR_BYTES

@@ -1,12 +1,12 @@
-// Compares the roots and quotients of elements/fast_division.h with those of IEEE 754, because no
+// Compares the roots and quotients of formulas/fast_division.h with those of IEEE 754, because no
 // standard specifies the GPU's approximations.
 #include <algorithm>
 #include <cmath>
 
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
-#include "elements/dither.h"
-#include "elements/fast_division.h"
+#include "formats/dither.h"
+#include "formulas/fast_division.h"
 
 namespace amp_ext::cuda {
 

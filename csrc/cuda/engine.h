@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/platform.h"
-#include "elements/loss_scale.h"
+#include "formulas/loss_scale.h"
 #include "judge_norm.h"
 #include "launches.h"
 

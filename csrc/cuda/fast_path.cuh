@@ -1,4 +1,4 @@
-// The fast path of a step, for packs with common values only (see elements/fast_path.h). A warp
+// The fast path of a step, for packs with common values only (see formulas/fast_path.h). A warp
 // votes before it stores: if one element is unusual, the general code updates the whole warp.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 #include "cuda/number.cuh"
 #include "cuda/tensor_table.cuh"
-#include "elements/dither.h"
-#include "elements/entries.h"
-#include "elements/fast_path.h"
+#include "formats/dither.h"
+#include "formulas/entries.h"
+#include "formulas/fast_path.h"
 #include "kernels.h"
 
 namespace amp_ext::cuda {
@@ -36,7 +36,7 @@ __device__ __forceinline__ Pack<uint32_t, kWords>& words_at(Element* elements, i
 }
 
 // A pack of kCount consecutive numbers of one format, in registers. `set` quantizes finite values.
-// If kDithers, `word` is the dither word of the first number (see elements/dither.h).
+// If kDithers, `word` is the dither word of the first number (see formats/dither.h).
 template <typename NumberFormat, int kCount>
 struct FastPack {
   typename Numbers<NumberFormat>::template Values<kCount> own;

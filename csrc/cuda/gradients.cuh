@@ -6,7 +6,7 @@
 #include "cuda/engine.h"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
 #include "launches.h"
 
 namespace amp_ext::cuda {

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "cuda/tensor_table.cuh"
-#include "elements/dither.h"
-#include "elements/moment_codes.h"
-#include "elements/numbers.h"
-#include "elements/split.h"
+#include "formats/dither.h"
+#include "formats/moment_codes.h"
+#include "formats/numbers.h"
+#include "formats/split.h"
 
 namespace amp_ext::cuda {
 

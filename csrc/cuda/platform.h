@@ -16,7 +16,7 @@
 
 #if defined(__CUDACC__) || defined(AMP_EXT_CUDA_EMULATOR)
 
-#include "elements/storage.h"
+#include "formats/storage.h"
 
 namespace amp_ext::cuda {
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
 #endif
 }
 
-// Approximations for elements/fast_division.h, with errors of up to two units in the last place.
+// Approximations for formulas/fast_division.h, with errors of up to two units in the last place.
 struct Seeds {
   static __device__ __forceinline__ float inverse_root(float value) {
 #if defined(AMP_EXT_CUDA_EMULATOR)

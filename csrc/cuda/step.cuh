@@ -11,8 +11,8 @@
 #include "cuda/occupancy.cuh"
 #include "cuda/tensor_table.cuh"
 #include "element.h"
-#include "elements/entries.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "formulas/entries.h"
 #include "kernels.h"
 #include "launches.h"
 

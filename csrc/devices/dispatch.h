@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "elements/loss_scale.h"
+#include "formulas/loss_scale.h"
 #include "judge_norm.h"
 #include "launches.h"
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "elements/moment_codes.h"
+#include "formats/moment_codes.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {

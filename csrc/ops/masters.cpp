@@ -12,8 +12,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "elements/numbers.h"
-#include "elements/split.h"
+#include "formats/numbers.h"
+#include "formats/split.h"
 #include "tensors/tensor_memory.h"
 
 namespace amp_ext {

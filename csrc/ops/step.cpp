@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "element.h"
-#include "elements/moment_codes.h"
+#include "formats/moment_codes.h"
 #include "ops/masters.h"
 #include "ops/scalars.h"
 #include "tensors/autocast_cache.h"

@@ -5,7 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "devices/dispatch.h"
-#include "elements/numeric.h"
+#include "numeric.h"
 
 PYBIND11_MODULE(_C, module) {
   using namespace amp_ext;

@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <unordered_map>
 
-#include "elements/moment_codes.h"
+#include "formats/moment_codes.h"
 #include "ops/scalars.h"
 
 namespace amp_ext::python {

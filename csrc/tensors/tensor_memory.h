@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "elements/numeric.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
 #include "launches.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

@@ -14,8 +14,8 @@
 #include "cpu/engine.h"
 #include "cpu/tile_map.h"
 #include "element.h"
-#include "elements/storage.h"
 #include "every_number.h"
+#include "formats/storage.h"
 #include "kernels.h"
 #include "launches.h"
 

@@ -6,9 +6,9 @@
 #include <array>
 #include <set>
 
-#include "elements/buffer_descriptions.h"
-#include "elements/numbers.h"
-#include "elements/storage.h"
+#include "formats/buffer_descriptions.h"
+#include "formats/numbers.h"
+#include "formats/storage.h"
 #include "launches.h"
 
 inline constexpr amp_ext::DType kDTypes[] = {amp_ext::DType::kFloat32, amp_ext::DType::kFloat64,

@@ -29,7 +29,7 @@ from typing import TypeVar
 EMULATOR = Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CSRC = ROOT / "csrc"
-INCLUDE = ROOT / "amp_ext" / "include"
+INCLUDE = ROOT / "csrc" / "include"
 CACHE = ROOT / "build" / "cuda_emulator"
 
 CXX = os.environ.get("CXX", "g++")

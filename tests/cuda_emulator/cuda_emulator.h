@@ -28,7 +28,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "elements/storage.h"
+#include "formats/storage.h"
 
 namespace cuda_emulator {
 

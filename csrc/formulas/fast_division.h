@@ -3,10 +3,10 @@
 // Fused multiply-adds refine each approximation to the result of IEEE 754 round-to-nearest
 // (Markstein, "IA-64 and Elementary Functions", 2000, chapters 8 and 9). Each function is valid
 // only in the range that its comment states. `Seeds` supplies the approximations, which a GPU's own
-// operators refine, too. tests/operations/test_gpu.py checks the results.
+// operators refine, too. tests/kernels/test_gpu.py checks the results.
 #pragma once
 
-#include "elements/numeric.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

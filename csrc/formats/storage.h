@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "elements/numeric.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

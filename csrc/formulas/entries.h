@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "elements/numeric.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

@@ -4,7 +4,7 @@
 // algorithm 1. As in torch.nn.utils.clip_grad_norm_, adding 1e-6 avoids a division by 0.
 #pragma once
 
-#include "elements/numeric.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

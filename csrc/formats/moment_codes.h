@@ -15,8 +15,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "elements/numeric.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

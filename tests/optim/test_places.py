@@ -20,7 +20,7 @@ PLACES = [
     ),
     ("amp_ext/ops.py", r'^    "{operation}",$', '"{operation}", to __all__'),
     (
-        "amp_ext/include/amp_ext/amp_ext.h",
+        "csrc/include/amp_ext/amp_ext.h",
         r"^using {name} = FusedOptimizer<{name}Options>;$",
         "using {name} = FusedOptimizer<{name}Options>;",
     ),

@@ -3,7 +3,7 @@
 
 #include <amp_ext/hyperparameters.h>
 
-#include "elements/numeric.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

@@ -10,10 +10,10 @@
 
 #include <limits>
 
-#include "elements/fast_division.h"
-#include "elements/fast_path.h"
-#include "elements/numeric.h"
-#include "elements/weight_decay.h"
+#include "formulas/fast_division.h"
+#include "formulas/fast_path.h"
+#include "formulas/weight_decay.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

@@ -16,8 +16,8 @@
 
 #include <cstdint>
 
-#include "elements/numeric.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

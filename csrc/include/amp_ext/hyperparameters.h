@@ -13,7 +13,7 @@ namespace amp_ext {
 // Role of a state buffer. An optimizer has at most one second moment.
 enum class BufferRole { kFirstMoment, kSecondMoment, kMaximum, kOther };
 
-// 8-bit format in which a buffer can be stored (see csrc/elements/moment_codes.h). A blockwise
+// 8-bit format in which a buffer can be stored (see csrc/formats/moment_codes.h). A blockwise
 // format has one exponent for each block of 32 elements. An optimizer has at most one blockwise
 // buffer and can't combine kRatio with kMagnitude.
 enum class BufferCode {
@@ -35,7 +35,7 @@ struct BufferDescription {
   const char* option = nullptr;
 };
 
-// Strides of the sequences that dither buffers (csrc/elements/dither.h), in units of 2^-32.
+// Strides of the sequences that dither buffers (csrc/formats/dither.h), in units of 2^-32.
 inline constexpr uint32_t kFirstMomentStride = 0x61C88647u;   // 0.382
 inline constexpr uint32_t kMomentumStride = 0x6A09E667u;      // 0.414
 inline constexpr uint32_t kSignMomentStride = 0xABC98389u;    // 0.671

@@ -6,9 +6,9 @@
 
 #include <amp_ext/hyperparameters.h>
 
-#include "elements/fast_path.h"
-#include "elements/numeric.h"
-#include "elements/weight_decay.h"
+#include "formulas/fast_path.h"
+#include "formulas/weight_decay.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

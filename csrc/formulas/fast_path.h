@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <limits>
 
-#include "elements/numeric.h"
-#include "elements/storage.h"
+#include "formats/storage.h"
+#include "numeric.h"
 
 namespace amp_ext {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "elements/buffer_descriptions.h"
-#include "elements/moment_codes.h"
-#include "elements/storage.h"
+#include "formats/buffer_descriptions.h"
+#include "formats/moment_codes.h"
+#include "formats/storage.h"
 
 namespace amp_ext {
 
