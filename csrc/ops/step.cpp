@@ -42,13 +42,9 @@ bool is_split(Master master) {
   return master == Master::kResidual16 || master == Master::kResidual8;
 }
 
-// Returns the address of the elements of a tensor that has a storage, as its mutable_data() or
-// data() does.
-void* elements_of(const c10::TensorImpl& impl, bool written) {
-  c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
-  const void* const begin = written ? storage->mutable_data() : storage->data();
-  return static_cast<char*>(const_cast<void*>(begin)) + impl.storage_offset() * impl.itemsize();
-}
+// Number of kinds of parameters that a step compares others with, such as matrices in bfloat16 and
+// norms in float32, each in a few groups.
+constexpr size_t kMaxUsual = 8;
 
 bool are_same(c10::IntArrayRef a, c10::IntArrayRef b) {
   bool same = a.size() == b.size();
@@ -60,11 +56,9 @@ at::ScalarType residual_dtype(Master master) {
   return master == Master::kResidual16 ? at::kShort : at::kChar;
 }
 
-// True for a contiguous residual of the sizes of a parameter.
-bool is_usual_residual(const at::Tensor& residual, const at::Tensor& param) {
+bool has_residual_sizes(const at::Tensor& residual, const at::Tensor& param) {
   const auto dims = static_cast<size_t>(param.dim());
   const c10::IntArrayRef sizes = residual.sizes();
-  if (!is_plain(residual) || !residual.is_contiguous() || !has_all_elements(residual)) return false;
   if (residual.scalar_type() == at::kChar) return sizes == param.sizes();
   return residual.scalar_type() == at::kByte && sizes.size() == dims + 1 && sizes.back() == 2 &&
          sizes.slice(0, dims) == param.sizes() && residual.storage_offset() % 2 == 0;
@@ -159,7 +153,10 @@ void finish(const StepBatch& batch, const bool* is_launched, bool skip_nonfinite
       is_whole = copies;
     }
     if (!is_launched[i]) continue;
-    for (size_t k = begin; k < batch.written_ends[i]; ++k) batch.written[k]->bump_version();
+    for (size_t k = begin; k < batch.written_ends[i]; ++k) {
+      prefetch_versions(k, batch.written.size(), [&](size_t at) { return batch.written[at]; });
+      batch.written[k]->bump_version();
+    }
     ++(is_whole ? progress.stepped : progress.stepped_in_part);
   }
   if (failure != nullptr) std::rethrow_exception(failure);
@@ -205,6 +202,7 @@ void StepBatch::clear() {
 void Step::clear() {
   for (size_t i = 0; i < in_use_; ++i) batches_[i].clear();
   in_use_ = 0;
+  usual_.clear();
 }
 
 std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const {
@@ -290,7 +288,10 @@ void Step::check_tensors(const ParamTensors& tensors, const StepGroups& groups,
       check(part, tensor.scalar_type() == at::kFloat, at::kFloat, ", got ", tensor.scalar_type());
     } else if (part == kMaster && tensor.scalar_type() != at::kFloat) {
       // Parameters whose residuals do not fit are refused with the sizes of the residual.
-      if (!is_usual_residual(tensor, param)) {  // builds the name only for an error
+      const bool is_contiguous =
+          is_plain(tensor) && tensor.is_contiguous() && has_all_elements(tensor);
+      if (!is_contiguous ||
+          !has_residual_sizes(tensor, param)) {  // builds the name only for an error
         check_is_residual(operation_, name_of(tensors, part, groups), tensor, param);
       }
     } else if (part != kExponents) {
@@ -372,44 +373,48 @@ void Step::check_buffers(const ParamTensors& tensors, const StepGroups& groups,
         "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
 }
 
-// True if the tensors need no checks: contiguous tensors with the keys and on the device of the
-// last parameter that was checked, in formats without codes. Most parameters are such.
-bool Step::are_usual(const ParamTensors& tensors) const {
+bool Step::add_usual(const ParamTensors& tensors) {
+  const auto found = std::find_if(usual_.begin(), usual_.end(), [&](const Usual& one) {
+    return one.kinds == tensors.kinds && one.group == tensors.group;
+  });
+  if (found == usual_.end()) return false;
   const at::Tensor& param = tensors[kParam];
-  const at::ScalarType dtype = param.scalar_type();
-  const auto is_usual = [&](const at::Tensor& tensor) {
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    return impl.key_set() == usual_keys_ && tensor.is_contiguous() &&
-           tensor.device() == usual_device_ &&
-           (impl.storage_offset() + impl.numel()) * impl.itemsize() <=
-               impl.unsafe_storage().nbytes();
-  };
-  if ((dtype != at::kFloat && !is_16_bit(dtype)) || !is_usual(param)) return false;
   const c10::IntArrayRef sizes = param.sizes();
-  const at::Tensor& grad = tensors[kGrad];
-  if (!is_usual(grad) || !are_same(grad.sizes(), sizes) ||
-      gradient_dtype(grad.scalar_type(), dtype, false) != grad.scalar_type()) {
-    return false;
-  }
-  if (tensors.tensors[kMaster] != nullptr) {
-    const at::Tensor& master = tensors[kMaster];
-    if (!is_16_bit(dtype) || !is_usual(master)) return false;
-    const bool fits = master.scalar_type() == at::kFloat ? are_same(master.sizes(), sizes)
-                                                         : is_usual_residual(master, param);
-    if (!fits) return false;
-  }
-  if (tensors.tensors[kExponents] != nullptr) return false;
-  if (tensors.tensors[kStep] != nullptr) {
-    const at::Tensor& step = tensors[kStep];
-    if (!is_usual(step) || step.numel() != 1 || step.scalar_type() != at::kFloat) return false;
-  }
-  for (int i = 0; i < tensors.buffer_count; ++i) {
-    const at::Tensor& buffer = tensors[kBuffer0 + i];
-    const at::ScalarType got = buffer.scalar_type();
-    if (!is_usual(buffer) || !are_same(buffer.sizes(), sizes) ||
-        (got != at::kFloat && got != at::kBFloat16) || got != tensors[kBuffer0].scalar_type()) {
+  const int64_t numel = param.numel();
+  std::array<void*, kTensorParts> elements{};
+  StepBatch& batch = batches_[found->batch];
+  const size_t written_before = batch.written.size();
+  for (int part = 0; part < kTensorParts; ++part) {
+    if (tensors.kinds[part] == 0) continue;
+    c10::TensorImpl& impl = *tensors[part].unsafeGetTensorImpl();
+    const bool is_residual = part == kMaster && is_split(found->args.master);
+    const bool fits = part == kStep ? impl.numel() == 1
+                      : is_residual ? has_residual_sizes(tensors[part], param)
+                                    : are_same(impl.sizes(), sizes);
+    const int64_t itemsize = found->itemsizes[part], offset = impl.storage_offset() * itemsize;
+    const int64_t bytes = (part == kStep ? 1 : is_residual ? impl.numel() : numel) * itemsize;
+    c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
+    if (impl.key_set() != found->keys || !impl.is_contiguous() || !fits ||
+        static_cast<size_t>(offset + bytes) > storage.nbytes()) {
+      batch.written.resize(written_before);
       return false;
     }
+    const bool is_written = part != kGrad || found->writes_grad;
+    const void* const begin = is_written ? storage.mutable_data() : storage.data();
+    elements[part] = static_cast<char*>(const_cast<void*>(begin)) + offset;
+    if (is_written) batch.written.push_back(&impl);
+  }
+  batch.written_ends.push_back(batch.written.size());
+  KernelTensorArgs& args = batch.all_args.emplace_back(found->args);
+  args.param = elements[kParam];
+  args.grad = elements[kGrad];
+  args.master_param = elements[kMaster];
+  std::copy_n(&elements[kBuffer0], kMaxBuffers, args.buffers);
+  args.step = static_cast<float*>(elements[kStep]);
+  args.numel = numel;
+  args.global_offset = tensors.global_offset;
+  if (args.master == Master::kFloat32 && !tensors.master_is_current) {
+    batch.stale_masters.emplace_back(tensors[kMaster], param);
   }
   return true;
 }
@@ -418,20 +423,14 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   const at::Tensor& param = tensors[kParam];
   const StepGroups::Group& group = groups.groups[tensors.group];
   const bool writes_grad = group.hyperparameters->write_back_grads;
+  if (add_usual(tensors)) return;
   const Master master = master_in(tensors);
-  const bool is_usual = are_usual(tensors);
-  if (!is_usual) {
-    check_tensors(tensors, groups, master);
-    if (!param.is_inference()) usual_keys_ = param.key_set();
-    usual_device_ = param.device();
-  }
+  check_tensors(tensors, groups, master);
   const auto kernel = groups.kernels[tensors.buffer_count];
   TORCH_CHECK(kernel.has_value(), operation_, ": ", name_of(tensors, kParam, groups),
               " has a state that fits no kernel, with ", tensors.buffer_count, " buffers");
   StepBatch& batch = batch_of(param.device(), *kernel);
-  static const KernelTensorArgs none;  // copied, which is faster than zeroing
-  batch.all_args.push_back(none);
-  KernelTensorArgs& args = batch.all_args.back();
+  KernelTensorArgs& args = batch.all_args.emplace_back();
   const size_t number = batch.all_args.size() - 1;
   bool has_codes = false;
   for (int i = 0; i < tensors.buffer_count; ++i) {
@@ -439,15 +438,14 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
     has_codes |= is_code(args.buffer_formats[i]);
   }
   // Kernels visit all tensors in the memory order of the parameter, or of its dense copy.
-  const at::Tensor layout = is_usual || param.is_non_overlapping_and_dense()
+  const at::Tensor layout = param.is_non_overlapping_and_dense()
                                 ? at::Tensor()
                                 : at::empty(param.sizes(), param.options().requires_grad(false));
   const at::Tensor& order = layout.defined() ? layout : param;
   const auto write = [&](const at::Tensor& tensor) {
-    if (is_usual || !tensor.is_inference()) batch.written.push_back(tensor.unsafeGetTensorImpl());
+    if (!tensor.is_inference()) batch.written.push_back(tensor.unsafeGetTensorImpl());
   };
   const auto memory = [&](const at::Tensor& tensor, at::ScalarType dtype, bool written) -> void* {
-    if (is_usual) return elements_of(*tensor.unsafeGetTensorImpl(), written);
     if (tensor.scalar_type() == dtype && have_same_dense_layout(tensor, order)) {
       return written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
     }
@@ -468,8 +466,7 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   if (writes_grad) write(grad);
   if (master != Master::kNone) {
     const at::Tensor& stored = tensors[kMaster];
-    args.master_param = is_usual ? elements_of(*stored.unsafeGetTensorImpl(), true)
-                        : is_split(master)
+    args.master_param = is_split(master)
                             ? memory(residual_elements(stored), residual_dtype(master), true)
                             : memory(stored, at::kFloat, true);
     write(stored);
@@ -491,8 +488,7 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   const auto scalars = [&](int part) -> void* {
     if (tensors.tensors[part] == nullptr || tensors[part].numel() == 0) return nullptr;
     write(tensors[part]);
-    return is_usual ? elements_of(*tensors[part].unsafeGetTensorImpl(), true)
-                    : tensors[part].mutable_data_ptr();
+    return tensors[part].mutable_data_ptr();
   };
   args.exponents = static_cast<uint8_t*>(scalars(kExponents));
   args.step = static_cast<float*>(scalars(kStep));
@@ -504,6 +500,15 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
               operation_, ": ", name_of(tensors, kStep, groups),
               " must be given to dither, got None");
   batch.written_ends.push_back(batch.written.size());
+  const bool has_copies = !batch.copies.empty() && batch.copies.back().of_args == number;
+  if (!has_codes && !has_copies && !param.is_inference() && usual_.size() < kMaxUsual) {
+    Usual usual{tensors.kinds, {}, tensors.group, param.key_set(), args, &batch - batches_.data(),
+                writes_grad};
+    for (int part = 0; part < kTensorParts; ++part) {
+      if (tensors.tensors[part] != nullptr) usual.itemsizes[part] = tensors[part].element_size();
+    }
+    usual_.push_back(usual);
+  }
 }
 
 void Step::run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratch,

@@ -35,6 +35,16 @@ struct ParamTensors {
   // replaces each element of the master that does not round to the parameter.
   bool master_is_current = false;
 
+  // The dtype and device of each tensor as one number, 0 without a tensor.
+  std::array<uint32_t, kTensorParts> kinds{};
+
+  void set(int part, const at::Tensor& tensor) {
+    const c10::Device device = tensor.device();
+    tensors[part] = &tensor;
+    kinds[part] = 1U + static_cast<uint8_t>(tensor.scalar_type()) +
+                  (static_cast<uint32_t>(static_cast<uint8_t>(device.type())) << 8U) +
+                  (static_cast<uint32_t>(static_cast<uint8_t>(device.index())) << 16U);
+  }
   const at::Tensor& operator[](int part) const { return *tensors[part]; }
 };
 
@@ -144,7 +154,9 @@ class AMP_EXT_API Step {
   std::string name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const;
   void check_tensors(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
   void check_buffers(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
-  bool are_usual(const ParamTensors& tensors) const;
+  // Adds a parameter that differs from an earlier one only in its sizes and memory. Returns false
+  // if there is none like it, or if a tensor is not contiguous.
+  bool add_usual(const ParamTensors& tensors);
   StepBatch& batch_of(const at::Device& device, OptimizerKernel kernel);
 
   std::string operation_;
@@ -152,10 +164,17 @@ class AMP_EXT_API Step {
   std::vector<std::string> buffer_names_;
   std::vector<StepBatch> batches_;
   size_t in_use_ = 0;  // number of batches that have parameters
-  // Keys and device of the last parameter that passed all checks: are_usual() need not make them
-  // again.
-  c10::DispatchKeySet usual_keys_;
-  at::Device usual_device_ = at::kCPU;
+  // Parameters of this step that passed all checks, with contiguous tensors and without codes.
+  struct Usual {
+    std::array<uint32_t, kTensorParts> kinds;
+    std::array<int64_t, kTensorParts> itemsizes;  // bytes
+    int64_t group;
+    c10::DispatchKeySet keys;
+    KernelTensorArgs args;  // of one of them
+    ptrdiff_t batch;        // its index
+    bool writes_grad;
+  };
+  std::vector<Usual> usual_;
 };
 
 // A scan of gradients for inf and NaN, which only reads them. An object may be used for many scans.

@@ -24,7 +24,7 @@ ParamTensors tensors_of(const StepParam& param, size_t group, size_t index) {
   tensors.master_is_current = param.master_is_current;
   tensors.buffer_count = static_cast<int>(param.state.buffers.size());
   const auto take = [&](int part, const at::Tensor& tensor) {
-    if (tensor.defined()) tensors.tensors[part] = &tensor;
+    if (tensor.defined()) tensors.set(part, tensor);
   };
   take(kParam, param.param);
   take(kGrad, param.grad);

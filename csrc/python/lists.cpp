@@ -192,7 +192,7 @@ void define_lists(py::module_& module) {
   module.def(
       "version_counter_of",
       [](const at::Tensor& tensor) {
-        return reinterpret_cast<uintptr_t>(version_counter_of(tensor));
+        return reinterpret_cast<uintptr_t>(version_counter_of(*tensor.unsafeGetTensorImpl()));
       },
       py::arg("tensor"));
   module.def("split_fp32", &split_fp32, release_gil(), py::arg("param"), py::arg("master"),

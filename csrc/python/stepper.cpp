@@ -474,7 +474,8 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
     prefetch_line(keys + 64);
   }
   for (size_t i = 0; i < count; ++i) {
-    std::fill(std::begin(block[i].found), std::end(block[i].found), nullptr);
+    block[i].found.fill(nullptr);
+    block[i].forms.fill(0);
     if (block[i].grad == nullptr) continue;
     if (block[i].entries != nullptr && block[i].is_readable) take_entries(block[i]);
     for (PyObject* const each : block[i].found) {
@@ -497,38 +498,61 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
   return true;
 }
 
-bool Stepper::fits_options(const Collected& one, bool has_blocks) const {
+ParamTensors Stepper::tensors_of(const Collected& one) const {
+  const GroupFormat& format = formats_[one.place->group];
+  ParamTensors tensors;
+  tensors.group = one.place->group;
+  tensors.index = one.place->index;
+  tensors.buffer_count = format.buffer_count;
+  tensors.set(kParam, *one.param);
+  tensors.set(kGrad, *one.grad);
+  const auto take = [&](int part) {
+    if (one.found[part] != nullptr) tensors.set(part, THPVariable_Unpack(one.found[part]));
+  };
+  take(kMaster);
+  if (format.counts_steps()) take(kStep);
+  bool has_blocks_here = false;
+  for (int i = 0; i < format.buffer_count; ++i) {
+    take(kBuffer0 + i);
+    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(reader_->buffers[i].code);
+  }
+  if (has_blocks_here) take(kExponents);
+  return tensors;
+}
+
+bool Stepper::fits_options(const Collected& one, const ParamTensors& tensors) const {
   const GroupFormat& format = formats_[one.place->group];
   const at::Tensor& param = *one.param;
   const at::ScalarType dtype = param.scalar_type();
-  const auto tensor = [&](int part) -> const at::Tensor& {
-    return THPVariable_Unpack(one.found[part]);
-  };
   using Masters = GroupFormat::Masters;
   const bool has_master = is_16_bit(dtype) && format.masters != Masters::kNone;
-  if (has_master != (one.found[kMaster] != nullptr)) return false;
+  if (has_master != (tensors.tensors[kMaster] != nullptr)) return false;
   if (has_master) {
     const int of_fp16 = dtype == at::kHalf ? 1 : 0;
     const int wanted = format.masters == Masters::kFloat32 ? 0
                        : format.masters == Masters::kSplit ? 1 + of_fp16
                                                            : 3 + of_fp16;
-    if (one.forms[kMaster] != wanted || tensor(kMaster).device() != param.device()) return false;
-    if (wanted == 0 && tensor(kMaster).scalar_type() != at::kFloat) return false;
+    const at::Tensor& master = tensors[kMaster];
+    if (one.forms[kMaster] != wanted || master.device() != param.device()) return false;
+    if (wanted == 0 && master.scalar_type() != at::kFloat) return false;
   }
   if (format.counts_steps()) {
-    if (one.found[kStep] == nullptr) return false;
-    const at::Tensor& step = tensor(kStep);
+    if (tensors.tensors[kStep] == nullptr) return false;
+    const at::Tensor& step = tensors[kStep];
     if (step.scalar_type() != at::kFloat || step.device() != param.device()) return false;
   }
   const bool is_coded = format.is_coded && dtype != at::kDouble;
-  const Codes codes = !has_blocks          ? Codes::kRatios
+  const bool may_have_blocks =
+      is_coded &&
+      (shards_->empty() ? fits_blocks(param) : shards_->at(one.place->number).has_blocks);
+  const Codes codes = !may_have_blocks     ? Codes::kRatios
                       : format.codes_roots ? Codes::kAll
                                            : Codes::kAllButRoots;
   at::ScalarType wanted = is_coded ? at::kBFloat16 : dtype;
   if (dtype != at::kDouble && format.moments != at::ScalarType::Undefined) wanted = format.moments;
   for (int i = 0; i < format.buffer_count; ++i) {
-    if (one.found[kBuffer0 + i] == nullptr) return false;
-    const at::Tensor& buffer = tensor(kBuffer0 + i);
+    if (tensors.tensors[kBuffer0 + i] == nullptr) return false;
+    const at::Tensor& buffer = tensors[kBuffer0 + i];
     const bool has_code = is_coded && is_among(reader_->buffers[i].code, codes);
     if (one.forms[kBuffer0 + i] != (has_code ? 1 : 0)) return false;
     if (!has_code && buffer.scalar_type() != wanted) return false;
@@ -537,33 +561,18 @@ bool Stepper::fits_options(const Collected& one, bool has_blocks) const {
   return true;
 }
 
-void Stepper::add(const Collected& one) {
+void Stepper::add(const Collected& one, ParamTensors& tensors) {
   const ParamPlace& place = *one.place;
-  const GroupFormat& format = formats_[place.group];
   const at::Tensor& param = *one.param;
-  ParamTensors tensors;
-  tensors.group = place.group;
-  tensors.index = place.index;
-  tensors.buffer_count = format.buffer_count;
-  tensors.tensors[kParam] = one.param;
-  tensors.tensors[kGrad] = one.grad;
-  objects_.push_back(place.object);
-  const auto take = [&](int part) {
-    if (one.found[part] == nullptr) return;
-    tensors.tensors[part] = &THPVariable_Unpack(one.found[part]);
-    objects_.push_back(one.found[part]);
-  };
-  take(kMaster);
-  if (format.counts_steps()) take(kStep);
-  bool has_blocks_here = false;
-  for (int i = 0; i < format.buffer_count; ++i) {
-    take(kBuffer0 + i);
+  for (int i = 0; i < tensors.buffer_count; ++i) {
     TORCH_CHECK(tensors.tensors[kBuffer0 + i] != nullptr, optimizer_, ": ",
                 reader_->buffers[i].name, " of group ", place.group, ", param ", place.index,
                 " must be present");
-    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(reader_->buffers[i].code);
   }
-  if (has_blocks_here) take(kExponents);
+  objects_.push_back(place.object);
+  for (PyObject* const each : one.found) {
+    if (each != nullptr) objects_.push_back(each);
+  }
   if (!shards_->empty()) tensors.global_offset = shards_->at(place.number).global_offset;
   if (tensors.tensors[kMaster] != nullptr && tensors[kMaster].scalar_type() == at::kFloat) {
     const auto number = static_cast<size_t>(place.number);
@@ -574,7 +583,8 @@ void Stepper::add(const Collected& one) {
                                 seen.data == param.const_data_ptr() &&
                                 seen.layout == layout_of(param) &&
                                 seen.master->_unsafe_get_target() == storage_of(tensors[kMaster]);
-    masters_.emplace_back(&place, one.found[kMaster]);
+    masters_.push_back(
+        {&place, param.unsafeGetTensorImpl(), one.found[kMaster], tensors.master_is_current});
   }
   step_.add(tensors, groups_);
   grads_.push_back(one.grad);
@@ -587,21 +597,34 @@ bool Stepper::collect(const py::object& state, bool trusts_states, py::list& inc
   constexpr size_t kBlock = 16;
   Collected block[kBlock];
   Py_ssize_t position = 0;
+  // The last parameter whose state fits the options, and its tensors. Most parameters are like it.
+  // Not if moments are quantized, because their format depends on the sizes.
+  Collected fitting{};
+  ParamTensors of_fitting;
+  const auto is_alike = [&](const Collected& one, const ParamTensors& tensors) {
+    return one.forms == fitting.forms && tensors.kinds == of_fitting.kinds &&
+           tensors.group == of_fitting.group && !formats_[tensors.group].is_coded;
+  };
   for (size_t first = 0; first < places_.size(); first += kBlock) {
     const size_t count = std::min(kBlock, places_.size() - first);
     if (!collect_block(block, &places_[first], count, state.ptr(), position)) return false;
     for (size_t i = 0; i < count; ++i) {
       const Collected& one = block[i];
       if (one.grad == nullptr) continue;
-      const ParamPlace& place = *one.place;
-      const bool has_blocks =
-          formats_[place.group].is_coded &&
-          (shards_->empty() ? fits_blocks(*one.param) : shards_->at(place.number).has_blocks);
-      if (!one.is_readable || (!trusts_states && !fits_options(one, has_blocks))) {
-        incomplete.append(py::make_tuple(place.group, place.index));
-      } else if (incomplete.empty()) {
-        add(one);
+      if (!one.is_readable) {
+        incomplete.append(py::make_tuple(one.place->group, one.place->index));
+        continue;
       }
+      ParamTensors tensors = tensors_of(one);
+      if (!trusts_states && !is_alike(one, tensors)) {
+        if (!fits_options(one, tensors)) {
+          incomplete.append(py::make_tuple(one.place->group, one.place->index));
+          continue;
+        }
+        fitting = one;
+        of_fitting = tensors;
+      }
+      if (incomplete.empty()) add(one, tensors);
     }
   }
   return true;
@@ -646,15 +669,19 @@ void Stepper::remember_scaled() {
 // Runs after all launches, because parameters that are views of one tensor share its version
 // counter. A caller that passes shards increments the version of each DTensor that was stepped.
 void Stepper::remember_masters() {
-  for (const auto& [place, object] : masters_) {
-    MasterSeen& seen = seen_[place->number];
-    const at::Tensor &master = THPVariable_Unpack(object),
-                     &param = THPVariable_Unpack(place->object);
-    if (!seen.master.has_value() || seen.master->_unsafe_get_target() != storage_of(master)) {
-      seen.master = master.storage().getWeakStorageImpl();
+  for (size_t i = 0; i < masters_.size(); ++i) {
+    prefetch_versions(i, masters_.size(), [&](size_t at) { return masters_[at].param; });
+    const MasterOfStep& one = masters_[i];
+    MasterSeen& seen = seen_[one.place->number];
+    const at::Tensor& param = THPVariable_Unpack(one.place->object);
+    const bool is_dtensor = !shards_->empty() && shards_->at(one.place->number).is_dtensor;
+    const int64_t version = version_of_param(*one.place, param) + (is_dtensor ? 1 : 0);
+    if (one.is_current) {  // the step has changed nothing but the version
+      seen.param->version = version;
+      continue;
     }
-    const bool is_dtensor = !shards_->empty() && shards_->at(place->number).is_dtensor;
-    SeenTensor::remember(seen.param, param, version_of_param(*place, param) + (is_dtensor ? 1 : 0));
+    seen.master = THPVariable_Unpack(one.object).storage().getWeakStorageImpl();
+    seen.param = {param.storage().getWeakStorageImpl(), version};
     seen.data = param.const_data_ptr();
     seen.layout = layout_of(param);
   }

@@ -151,8 +151,8 @@ class Stepper {
     const at::Tensor* grad;  // null: nothing to do
     PyObject* entries;       // the dict of its state, or null
     bool is_readable;        // whether its state is a dict of tensors, one for each part
-    PyObject* found[kTensorParts];
-    int8_t forms[kTensorParts];
+    std::array<PyObject*, kTensorParts> found;
+    std::array<int8_t, kTensorParts> forms;
   };
 
   // What is known of a float32 master: the parameter to which it was rounded.
@@ -170,10 +170,10 @@ class Stepper {
   bool collect_block(Collected* block, const ParamPlace* places, size_t count, PyObject* states,
                      Py_ssize_t& position);
   void take_entries(Collected& one);
-  // True if the state has the formats that the options ask for. `has_blocks` is true if moments of
-  // the parameter can be quantized in blocks.
-  bool fits_options(const Collected& one, bool has_blocks) const;
-  void add(const Collected& one);
+  ParamTensors tensors_of(const Collected& one) const;
+  // True if the state has the formats that the options ask for.
+  bool fits_options(const Collected& one, const ParamTensors& tensors) const;
+  void add(const Collected& one, ParamTensors& tensors);
   // Collects the gradients alone. Returns false if a parameter is no tensor that kernels can read.
   bool collect_grads();
   // Returns the gradient of a parameter, or null.
@@ -208,7 +208,14 @@ class Stepper {
   std::vector<const at::Tensor*> grads_;  // of the parameters in grad_places_
   std::vector<const ParamPlace*> grad_places_;
   std::vector<PyObject*> objects_;  // parameters and states of the step
-  std::vector<std::pair<const ParamPlace*, PyObject*>> masters_;  // float32 masters of the step
+  // A float32 master of the step.
+  struct MasterOfStep {
+    const ParamPlace* place;
+    const c10::TensorImpl* param;
+    PyObject* object;
+    bool is_current;
+  };
+  std::vector<MasterOfStep> masters_;
   const std::vector<Shard>* shards_ = nullptr;
   int64_t numel_ = 0;
   bool is_on_cpu_ = true;

@@ -87,8 +87,8 @@ inline int64_t version_of(const at::Tensor& tensor) {
 }
 
 // Returns the address of a tensor's version counter, which views of one tensor share.
-inline const void* version_counter_of(const at::Tensor& tensor) {
-  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+inline const void* version_counter_of(const c10::TensorImpl& tensor) {
+  const c10::VariableVersion& version = tensor.version_counter();
   const void* counter = nullptr;
   static_assert(sizeof version == sizeof counter, "c10 has no comparison of counters");
   std::memcpy(&counter, &version, sizeof counter);
@@ -126,6 +126,15 @@ AMP_EXT_INLINE void prefetch(const T* object) {
   const char* const bytes = reinterpret_cast<const char*>(object);
   for (size_t offset = 0; offset < sizeof(T); offset += kLine) __builtin_prefetch(bytes + offset);
   __builtin_prefetch(bytes + sizeof(T) - 1);
+}
+
+// Prefetches the version counters of tensors, for a loop over `tensor_at(0)` to `tensor_at(count -
+// 1)` (pointers) that has come to `index`.
+template <typename TensorAt>
+AMP_EXT_INLINE void prefetch_versions(size_t index, size_t count, const TensorAt& tensor_at) {
+  constexpr size_t kAhead = 8;
+  if (index + 2 * kAhead < count) __builtin_prefetch(tensor_at(index + 2 * kAhead));
+  if (index + kAhead < count) __builtin_prefetch(version_counter_of(*tensor_at(index + kAhead)));
 }
 
 // Leaves inference mode and switches autograd off, so that new tensors can be written later. Don't
