@@ -380,30 +380,29 @@ bool Step::add_usual(const ParamTensors& tensors) {
   if (found == usual_.end()) return false;
   const at::Tensor& param = tensors[kParam];
   const c10::IntArrayRef sizes = param.sizes();
-  const int64_t numel = param.numel();
   std::array<void*, kTensorParts> elements{};
-  StepBatch& batch = batches_[found->batch];
-  const size_t written_before = batch.written.size();
-  for (int part = 0; part < kTensorParts; ++part) {
-    if (tensors.kinds[part] == 0) continue;
+  std::array<c10::TensorImpl*, kTensorParts> written;
+  size_t written_count = 0;
+  for (int i = 0; i < found->count; ++i) {
+    const int part = found->parts[i];
     c10::TensorImpl& impl = *tensors[part].unsafeGetTensorImpl();
+    c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
     const bool is_residual = part == kMaster && is_split(found->args.master);
     const bool fits = part == kStep ? impl.numel() == 1
                       : is_residual ? has_residual_sizes(tensors[part], param)
                                     : are_same(impl.sizes(), sizes);
-    const int64_t itemsize = found->itemsizes[part], offset = impl.storage_offset() * itemsize;
-    const int64_t bytes = (part == kStep ? 1 : is_residual ? impl.numel() : numel) * itemsize;
-    c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
-    if (impl.key_set() != found->keys || !impl.is_contiguous() || !fits ||
-        static_cast<size_t>(offset + bytes) > storage.nbytes()) {
-      batch.written.resize(written_before);
+    const int64_t offset = impl.storage_offset() * found->itemsizes[part];
+    const auto end = static_cast<size_t>(offset + impl.numel() * found->itemsizes[part]);
+    if (!fits || impl.key_set() != found->keys || !impl.is_contiguous() || end > storage.nbytes()) {
       return false;
     }
     const bool is_written = part != kGrad || found->writes_grad;
     const void* const begin = is_written ? storage.mutable_data() : storage.data();
     elements[part] = static_cast<char*>(const_cast<void*>(begin)) + offset;
-    if (is_written) batch.written.push_back(&impl);
+    if (is_written) written[written_count++] = &impl;
   }
+  StepBatch& batch = batches_[found->batch];
+  batch.written.insert(batch.written.end(), written.begin(), written.begin() + written_count);
   batch.written_ends.push_back(batch.written.size());
   KernelTensorArgs& args = batch.all_args.emplace_back(found->args);
   args.param = elements[kParam];
@@ -411,7 +410,7 @@ bool Step::add_usual(const ParamTensors& tensors) {
   args.master_param = elements[kMaster];
   std::copy_n(&elements[kBuffer0], kMaxBuffers, args.buffers);
   args.step = static_cast<float*>(elements[kStep]);
-  args.numel = numel;
+  args.numel = param.numel();
   args.global_offset = tensors.global_offset;
   if (args.master == Master::kFloat32 && !tensors.master_is_current) {
     batch.stale_masters.emplace_back(tensors[kMaster], param);
@@ -502,10 +501,12 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   batch.written_ends.push_back(batch.written.size());
   const bool has_copies = !batch.copies.empty() && batch.copies.back().of_args == number;
   if (!has_codes && !has_copies && !param.is_inference() && usual_.size() < kMaxUsual) {
-    Usual usual{tensors.kinds, {}, tensors.group, param.key_set(), args, &batch - batches_.data(),
+    Usual usual{tensors.kinds, tensors.group, param.key_set(), args, &batch - batches_.data(),
                 writes_grad};
     for (int part = 0; part < kTensorParts; ++part) {
-      if (tensors.tensors[part] != nullptr) usual.itemsizes[part] = tensors[part].element_size();
+      if (tensors.tensors[part] == nullptr) continue;
+      usual.parts[usual.count++] = static_cast<int8_t>(part);
+      usual.itemsizes[part] = static_cast<int64_t>(tensors[part].element_size());
     }
     usual_.push_back(usual);
   }

@@ -167,12 +167,14 @@ class AMP_EXT_API Step {
   // Parameters of this step that passed all checks, with contiguous tensors and without codes.
   struct Usual {
     std::array<uint32_t, kTensorParts> kinds;
-    std::array<int64_t, kTensorParts> itemsizes;  // bytes
     int64_t group;
     c10::DispatchKeySet keys;
     KernelTensorArgs args;  // of one of them
     ptrdiff_t batch;        // its index
     bool writes_grad;
+    int count = 0;  // number of tensors, whose parts are in `parts`
+    std::array<int8_t, kTensorParts> parts{};
+    std::array<int64_t, kTensorParts> itemsizes{};  // bytes
   };
   std::vector<Usual> usual_;
 };

@@ -219,7 +219,11 @@ bool is_param(PyObject* object) {
          THPVariable_Check(object);
 }
 
-void prefetch_line(const void* line) { __builtin_prefetch(line); }
+// Prefetches the first bytes of an object, which may lie in two cache lines.
+AMP_EXT_INLINE void prefetch_begin(const void* object) {
+  __builtin_prefetch(object);
+  __builtin_prefetch(static_cast<const char*>(object) + 63);
+}
 
 // True if moments of a parameter can be quantized in blocks; see fits_blocks in Python.
 bool fits_blocks(const at::Tensor& param) {
@@ -439,7 +443,7 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
                             PyObject* states, Py_ssize_t& position) {
   for (size_t i = 0; i < count; ++i) {
     block[i].place = &places[i];
-    prefetch_line(places[i].object);
+    prefetch_begin(places[i].object);
   }
   for (size_t i = 0; i < count; ++i) {
     if (!is_param(places[i].object)) return false;
@@ -457,6 +461,8 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
       if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     }
     block[i].entries = value;
+    const auto* const autograd = block[i].param->unsafeGetTensorImpl()->autograd_meta();
+    if (autograd != nullptr) prefetch_begin(autograd);  // has the gradient
     if (value != nullptr) prefetch(reinterpret_cast<PyDictObject*>(value));
   }
   for (size_t i = 0; i < count; ++i) {
@@ -466,12 +472,12 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
     block[i].is_readable = block[i].entries == nullptr || PyDict_Check(block[i].entries);
     if (block[i].grad == nullptr) continue;
     prefetch(block[i].grad->unsafeGetTensorImpl());
-    prefetch_line(impl->unsafe_storage().unsafeGetStorageImpl());
+    prefetch_begin(impl->unsafe_storage().unsafeGetStorageImpl());
     if (block[i].entries == nullptr || !block[i].is_readable) continue;
     const auto* const keys =
         reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(block[i].entries)->ma_keys);
-    prefetch_line(keys);
-    prefetch_line(keys + 64);
+    prefetch_begin(keys);
+    prefetch_begin(keys + 64);
   }
   for (size_t i = 0; i < count; ++i) {
     block[i].found.fill(nullptr);
@@ -479,9 +485,9 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
     if (block[i].grad == nullptr) continue;
     if (block[i].entries != nullptr && block[i].is_readable) take_entries(block[i]);
     for (PyObject* const each : block[i].found) {
-      if (each != nullptr) prefetch_line(each);  // prefetching null searches the page tables
+      if (each != nullptr) prefetch_begin(each);  // prefetching null searches the page tables
     }
-    prefetch_line(storage_of(*block[i].grad));
+    prefetch_begin(storage_of(*block[i].grad));
   }
   const auto for_each_entry = [&](const auto& visit) {
     for (size_t i = 0; i < count; ++i) {
@@ -493,7 +499,7 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
   };
   for_each_entry([](const c10::TensorImpl& impl) { prefetch(&impl); });
   for_each_entry([](const c10::TensorImpl& impl) {
-    prefetch_line(impl.unsafe_storage().unsafeGetStorageImpl());
+    prefetch_begin(impl.unsafe_storage().unsafeGetStorageImpl());
   });
   return true;
 }
@@ -797,13 +803,13 @@ bool Stepper::collect_grads() {
       if (i + ahead >= places_.size() || !is_param(places_[i + ahead].object)) return nullptr;
       return THPVariable_Unpack(places_[i + ahead].object).unsafeGetTensorImpl();
     };
-    if (i + 12 < places_.size()) prefetch_line(places_[i + 12].object);
+    if (i + 12 < places_.size()) prefetch_begin(places_[i + 12].object);
     if (const auto* const ahead = tensor_at(8)) prefetch(ahead);
     if (const auto* const ahead = tensor_at(4)) {
       if (ahead->grad().defined()) prefetch(ahead->grad().unsafeGetTensorImpl());
     }
     if (const auto* const ahead = tensor_at(2)) {
-      if (ahead->grad().defined()) prefetch_line(storage_of(ahead->grad()));
+      if (ahead->grad().defined()) prefetch_begin(storage_of(ahead->grad()));
     }
     const ParamPlace& place = places_[i];
     if (!is_param(place.object)) return false;
