@@ -126,11 +126,6 @@ def test_equal_numbers_do_not_let_roundings_pile_up(dtype, value, device) -> Non
         assert_sum_is_right([torch.full((size,), value, dtype=dtype, device=device)], size)
 
 
-@pytest.mark.parametrize("shape", [(1,), (6, 1), (1, 50), (6, 50)], ids=str)
-def test_an_element_of_an_expanded_tensor_counts_as_often_as_it_is_seen(shape, device) -> None:
-    assert_sum_is_right([torch.randn(shape, device=device).expand(6, 50)])
-
-
 @pytest.mark.parametrize(
     ("dtype", "value"), [pytest.param(*row, id=f"{row[1]}-{row[0]}") for row in EXTREMES]
 )

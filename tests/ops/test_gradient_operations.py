@@ -163,6 +163,12 @@ def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
 # Errors.
 
 
+def without_storage() -> Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("bad", "text"),
     rows(
@@ -171,6 +177,7 @@ def test_the_number_of_threads_does_not_change_a_bit(operation) -> None:
             "complex": (torch.ones(2).cfloat(), "must be Float, .*got Complex"),
             "sparse": (torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse"),
             "another-device": (torch.ones(2, device="meta"), "must be on cpu, got meta"),
+            "no-storage": (without_storage(), "must have a storage that holds"),
         }
     ),
 )

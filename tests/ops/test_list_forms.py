@@ -14,8 +14,10 @@ from harness.edge_shapes import (
     F16,
     F32,
     FEW_DTYPES,
+    INF,
     LAYOUT_SHAPE,
     LAYOUTS,
+    NAN,
     Dtypes,
     misaligned,
     neighbours_untouched,
@@ -124,12 +126,20 @@ def test_any_number_of_threads_gives_the_same_bits(form):
 
 
 @each_form
-def test_an_overflow_leaves_every_bit_alone(device, form):
+def test_an_overflow_leaves_every_bit_alone_and_a_clean_flag_changes_none(device, form):
     lists = moved(form.build((GROUP,), (3, 4096 + GROUP), (0, GROUP)), device)
-    before = moved(lists, device)
-    for name, value in (("found_inf", 1.0), ("grad_scale", 0.0)):
-        form.run(lists, **{name: torch.tensor(value, device=device)})
-        assert_same(lists, before)
+    before, expected = moved(lists, device), moved(lists, device)
+    lists["grads"][0].view(-1)[1] = INF
+    scale = torch.tensor(65536.0, device=device)
+    for found_inf in (1.0, 0.5, NAN):
+        flag = torch.full((1,) if found_inf == 0.5 else (), found_inf, device=device)
+        form.run(lists, found_inf=flag, grad_scale=scale, max_grad_norm=1.0)
+    form.run(lists, grad_scale=torch.tensor(0.0, device=device))
+    lists["grads"][0].view(-1)[1] = before["grads"][0].view(-1)[1]
+    assert_same(lists, before)
+    form.run(expected)
+    form.run(lists, found_inf=torch.zeros(1, device=device))
+    assert_same(lists, expected)
 
 
 @each_form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
@@ -286,15 +287,6 @@ def test_gradients_of_another_dtype_than_a_16_bit_parameter_are_named(operation,
         assert_step_refused(operation, lists, f"{words} {name}", **options)
 
 
-@pytest.mark.parametrize(
-    ("operation", "slow"), [("lion_", {"beta2": 0.99}), ("sgd_", {"momentum": 0.99})]
-)
-def test_a_dither_of_codes_asks_for_the_number_of_the_step(operation, slow):
-    lists, _ = coded_lists(operation, "q8m")
-    words = r"steps\[0\] must be given to dither, got None"
-    assert_step_refused(operation, lists, words, dither=True, **slow)
-
-
 # Single calls, by the operation: its arguments, and what the error says.
 
 ONE, ONES = torch.ones(4), torch.ones(3)
@@ -393,3 +385,26 @@ def test_a_dither_of_float32_and_moments_without_groups_ask_for_nothing():
     param = torch.ones(3)
     ops.sgd_([param], [ONES], lr=1.0, dither=True, exponents=[FLAT[:0]])
     assert not param.any()
+
+
+# Names.
+
+
+@pytest.mark.parametrize("described", cases.DESCRIBED, ids=lambda each: each.operation)
+def test_an_operation_names_every_field_and_buffer_of_its_optimizer(described):
+    arguments = inspect.signature(getattr(ops, described.operation)).parameters
+    lists = {f"{buffer.name}s" for buffer in described.buffers}
+    of_gradients = {"grad_scale", "found_inf", "max_grad_norm", "skip_nonfinite"}
+    of_gradients |= {"sum_of_squares", "grad_norm"}
+    common = {"params", "grads", "steps", "master_params", "global_offsets", "exponents"}
+    assert set(arguments) == lists | set(described.fields) | of_gradients | common
+
+
+def test_an_unknown_argument_is_refused_by_the_binary():
+    with pytest.raises(AttributeError, match="colour"):
+        ops._C.adam_(params=[], grads=[], exp_avgs=[], exp_avg_sqs=[], steps=[], colour=1)
+
+
+def test_what_is_no_list_of_tensors_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"adam_: exp_avgs must be a list of tensors, got int"):
+        ops.adam_(*([], [], 3, [], []), lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)

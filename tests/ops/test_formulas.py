@@ -1,4 +1,4 @@
-"""``amp_ext.ops.adam_``: what Adam, AdamW and AMSGrad have beyond any list operation."""
+"""What single formulas have beyond any list operation; test_steps.py has what all of them have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import math
 import random
 
 import pytest
+import torch
 from harness import list_operations as cases
-from harness.edge_shapes import FEW_DTYPES
+from harness.edge_shapes import BF16, F16, F32, FEW_DTYPES
+from harness.gradient_lists import equal
 from harness.reference import same_bits
 
 from amp_ext import ops
+
+# ``adam_``.
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2])
@@ -66,3 +70,38 @@ def test_nan_passes_the_floor(device, dtypes, floor):
         lists[name][0][7] = math.nan
         cases.run("adam_", lists, denominator_floor=floor)
         assert lists["params"][0].isnan().nonzero().tolist() == [[7]], name
+
+
+# ``lion_``.
+
+
+def test_an_average_of_zero_and_no_decay_leave_a_parameter_alone(device):
+    lists = cases.build("lion_", {}, [(5,)], cases.IN_FLOAT, device)
+    before = lists["params"][0].clone()
+    lists["grads"][0].zero_(), lists["exp_avgs"][0].zero_()
+    cases.run("lion_", lists)
+    assert torch.equal(lists["params"][0], before)
+
+
+# ``sgd_``: first steps, and every 16-bit gradient exactly.
+
+
+@pytest.mark.parametrize("buffer", [0.0, 12345.0])
+def test_first_and_later_steps_share_a_launch_and_the_first_ignores_the_buffer(device, buffer):
+    lists = cases.build("sgd_", cases.DAMPENING, [(5,)] * 3, cases.IN_FLOAT, device)
+    lists["steps"][1].zero_()
+    lists["momentum_buffers"][1].fill_(buffer)
+    cases.assert_steps_by_the_formula("sgd_", lists, **cases.DAMPENING)
+
+
+@pytest.mark.parametrize("in_float", [True, False], ids=["float-param", "same-dtype"])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_every_16_bit_gradient_is_read_exactly_and_judged_right(device, dtype, in_float):
+    grad = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
+    for start, skip in ((0.0, False), (3.0, True)):
+        param = torch.full((2**16,), start, dtype=F32 if in_float else dtype, device=device)
+        expected = (start - grad.float()).to(param.dtype)
+        if skip:
+            expected = torch.where(grad.isfinite(), expected, param)
+        cases.run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0, skip_nonfinite=skip)
+        assert equal(param, expected)
