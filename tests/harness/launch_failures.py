@@ -1,4 +1,4 @@
-"""Launches and copies that are refused, one at a time."""
+"""Launches that are refused, one at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _USES = itertools.count()
 
@@ -33,18 +32,3 @@ def launches_of(call: Callable[[], Any]) -> int:
         except torch.AcceleratorError:
             continue
         return number
-
-
-class RefusesCopy(TorchDispatchMode):
-    """Fails the copy of torch's into a tensor with a number from 0."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.left = number
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.left -= 1
-            if self.left == -1:
-                raise RuntimeError(WORDS)
-        return func(*args, **(kwargs or {}))

@@ -1,11 +1,15 @@
-"""Tests of changes between steps: each counts, and nothing old is kept."""
+"""A user changes tensors, groups or states between steps: the next step uses what is there."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import random
+import re
+import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +31,10 @@ from harness.optimizer_cases import each_class, give_grads, make_params, ours, p
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module, distribute_tensor
+from torch.nn import Parameter
 
 import amp_ext
 
@@ -34,10 +42,10 @@ Optimizer = torch.optim.Optimizer
 SHAPES = [(6, 6), (3,), (), (2, 3, 4, 5)]
 
 
-def stepped_anew(optimizer: Optimizer, found_inf: float = 0.0) -> list[dict[str, Tensor]]:
-    """Returns what the next step must lead to: that of a new optimizer which remembers nothing.
+def assert_steps_right(optimizer: Optimizer, found_inf: float = 0.0) -> None:
+    """Takes a step, and asserts that it is the one of a new optimizer.
 
-    It has dense copies of all parameters, gradients and states.
+    That one has dense copies of all parameters, gradients and states.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -54,19 +62,11 @@ def stepped_anew(optimizer: Optimizer, found_inf: float = 0.0) -> list[dict[str,
                 name: value.clone(memory_format=torch.contiguous_format)
                 for name, value in optimizer.state[original].items()
             }
-    fresh.found_inf = torch.full((), found_inf, device=params_of(fresh)[0].device)
-    fresh.step()
-    return cases.bits_of(fresh)
-
-
-def assert_steps_right(optimizer: Optimizer, found_inf: float = 0.0) -> None:
-    """Takes a step and asserts that it is the one of an optimizer that remembers nothing."""
-    expected = stepped_anew(optimizer, found_inf)
-    if found_inf:
-        optimizer.found_inf = torch.full((), found_inf)
-    optimizer.step()
-    vars(optimizer).pop("found_inf", None)
-    cases.assert_same_bits(optimizer, expected)
+    for each in (fresh, optimizer):
+        each.found_inf = torch.full((), found_inf, device=params_of(fresh)[0].device)
+        each.step()
+        del each.found_inf
+    cases.assert_same_bits(optimizer, fresh)
 
 
 def trained(name: str, options: dict[str, Any], device="cpu", dtype=F32, shapes=SHAPES) -> Any:
@@ -110,16 +110,17 @@ def change_data_of_states(optimizer, chance):
             state[name].data = state[name].data * (1 if name == "master_param" else 0.25)
 
 
-CHANGES = {
-    "new_grads": lambda optimizer, chance: give_grads(optimizer),
-    "all_grads_gone": lambda optimizer, chance: optimizer.zero_grad(set_to_none=True),
-    "parameters_turned_round": lambda optimizer, chance: chance.choice(optimizer.param_groups)[
-        "params"
-    ].reverse(),
-    "groups_turned_round": lambda optimizer, chance: optimizer.param_groups.reverse(),
-    "state_cleared": lambda optimizer, chance: optimizer.state.clear(),
-    **{name: value for name, value in globals().items() if name.startswith("change_")},
-}
+CHANGES = [
+    lambda optimizer, chance: give_grads(optimizer),
+    lambda optimizer, chance: optimizer.zero_grad(set_to_none=True),
+    lambda optimizer, chance: chance.choice(optimizer.param_groups)["params"].reverse(),
+    lambda optimizer, chance: optimizer.param_groups.reverse(),
+    lambda optimizer, chance: optimizer.state.clear(),
+    change_grads_of_other_layouts,
+    change_grads_of_other_dtypes,
+    change_other_strides,
+    change_data_of_states,
+]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -130,12 +131,115 @@ def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
     optimizer.add_param_group({"params": make_params(F32, shapes=SHAPES)})
     give_grads(optimizer)
     for _ in range(20):
-        for change in chance.choices(list(CHANGES.values()), k=chance.randrange(4)):
+        for change in chance.choices(CHANGES, k=chance.randrange(4)):
             change(optimizer, chance)
         assert_steps_right(optimizer, chance.choice([0.0, 0.0, 0.0, 1.0]))
 
 
-# Some of them in words, and on every device.
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", [distribute_module, lambda it, mesh: fully_shard(it, mesh=mesh)])
+@each_class
+def test_states_of_dtensors_that_are_converted_or_replaced_are_stepped(
+    name, options, shard, mesh
+) -> None:
+    plain = torch.nn.Linear(4, 3)
+    model = shard(copy.deepcopy(plain), mesh)
+    optimizers = [ours(name)(one.parameters(), **options) for one in (model, plain)]
+    for dtype in (F32, F64, BF16, F16):
+        for one in (model, plain):
+            one.zero_grad(set_to_none=True)
+            one.to(dtype)
+        for _ in range(2):
+            give_grads(list(plain.parameters()))
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                param.grad = distribute_tensor(other.grad, mesh, param.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+                for state in optimizer.state.values():
+                    state.update({key: value * 0.5 for key, value in state.items() if "exp" in key})
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(param.full_tensor().detach(), other.detach())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_parameter_of_another_shape_is_refused_with_its_old_states(dtype, device) -> None:
+    param = Parameter(torch.ones(4, 6, dtype=dtype, device=device))
+    optimizer = ours("AdamW")([param], lr=0.1)
+    cases.train([optimizer])
+    name = "exp_avg" if dtype == F32 else "master_param"
+    for shape in ((6, 4), (24,), (2, 2, 6)):
+        param.grad = None
+        param.data = param.data.view(shape)
+        give_grads(optimizer)
+        before = param.detach().clone()
+        sizes = rf"of sizes \[{', '.join(map(str, shape))}\], got \[4, 6\]"
+        with pytest.raises(RuntimeError, match=rf"{name} of group 0, param 0 must be {sizes}"):
+            optimizer.step()
+        assert same_bits(param.detach(), before)
+    optimizer.state.clear()
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].shape == (2, 2, 6)
+
+
+MOMENTUM = "momentum_buffer"
+
+
+@pytest.mark.parametrize(
+    ("drop", "loads"),
+    [
+        (lambda state: state.pop(MOMENTUM), False),
+        (lambda state: state.pop(MOMENTUM), True),
+        (lambda state: state.update({MOMENTUM: None}), False),
+    ],
+    ids=["popped", "missing in a file", "None"],
+)
+def test_the_first_step_without_a_momentum_buffer_is_not_dampened(drop, loads, device) -> None:
+    mine = ours("SGD")(make_params(F64, device), momentum=0.9, dampening=0.5, lr=0.1)
+    twin = torch.optim.SGD(cases.twins(mine), momentum=0.9, dampening=0.5, lr=0.1)
+    for steps in (2, 3, 1):
+        cases.train([mine, twin], steps)
+        for param, other in zip(params_of(mine), params_of(twin), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-12, atol=1e-12)
+        for optimizer in (mine, twin):
+            for state in optimizer.state.values():
+                drop(state)
+            if loads:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted() -> None:
+    param = Parameter(torch.zeros(3))
+    optimizer = ours("SGD")([param], lr=1.0, dampening=0.5, state_dtype=BF16)
+    for momentum, wanted in ((0.0, -1.0), (0.0, -2.0), (0.5, -3.0), (0.5, -4.0), (0.5, -5.0)):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones(3)
+        optimizer.step()
+        assert torch.equal(param.detach(), torch.full((3,), wanted))
+
+
+@pytest.mark.parametrize("which", ["param", "grad", "momentum_buffer", "master_param"])
+def test_a_tensor_without_its_storage_is_refused(which: str) -> None:
+    params = [Parameter(torch.ones(4, dtype=BF16)) for _ in range(2)]
+    optimizer = amp_ext.optim.SGD(params, lr=0.1, momentum=0.9)
+    cases.train([optimizer])
+    tensors = {"param": params[1], "grad": params[1].grad, **optimizer.state[params[1]]}
+    first = params[0].detach().clone()
+    tensors[which].untyped_storage().resize_(0)
+    words = f"{which} of group 0, param 1 must have a storage that holds its elements, sizes .4."
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+    assert torch.equal(params[0], first)
+
+
+# Memory.
 
 
 @each_class
@@ -145,13 +249,11 @@ def test_what_is_exchanged_or_loaded_over_is_not_stepped_and_freed(name, options
     old, params[1] = params[1], make_params(BF16, device, [SHAPES[1]])[0]
     give_grads([params[1], old])
     assert_steps_right(optimizer)
-    assert params[1] in optimizer.state
     states = [*optimizer.state.pop(old).values()]
-    file = other.state_dict()
     states += [value for state in optimizer.state.values() for value in state.values()]
     kept, alive = [value.clone() for value in states], [weakref.ref(value) for value in states]
     before = cases.bits_of(other)
-    optimizer.load_state_dict(file)
+    optimizer.load_state_dict(other.state_dict())
     give_grads(optimizer)
     assert_steps_right(optimizer)
     assert all(map(same_bits, states, kept))
@@ -160,9 +262,6 @@ def test_what_is_exchanged_or_loaded_over_is_not_stepped_and_freed(name, options
     states.clear()
     del old
     assert [reference() for reference in alive] == [None] * len(alive)
-
-
-# Memory.
 
 
 def under_our_scaler(optimizer: Optimizer, *, bad: bool = False, unscale: bool = False) -> None:
@@ -184,53 +283,83 @@ def refused_step(optimizer: Optimizer) -> None:
         optimizer.step()
 
 
-def scan_without_step(optimizer: Optimizer) -> None:
-    optimizer.scan_gradients(torch.zeros((), device=params_of(optimizer)[0].device))
+USES = {
+    "step": lambda optimizer: optimizer.step(),
+    "our-scaler": under_our_scaler,
+    "skipped-step": partial(under_our_scaler, bad=True),
+    "unscale-step": partial(under_our_scaler, unscale=True),
+    "look-without-step": lambda optimizer: optimizer.scan_gradients(),
+    "refused-step": refused_step,
+}
 
 
-each_use = pytest.mark.parametrize(
-    "use",
-    rows(
-        {
-            "step": lambda optimizer: optimizer.step(),
-            "our-scaler": under_our_scaler,
-            "skipped-step": partial(under_our_scaler, bad=True),
-            "unscale-step": partial(under_our_scaler, unscale=True),
-            "look-without-step": scan_without_step,
-            "refused-step": refused_step,
-        }
-    ),
-)
-
-
-@each_use
+@pytest.mark.parametrize("use", rows(USES))
 @pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0, "write_back_grads": True}])
-def test_the_memory_of_gradients_is_not_kept(clipping, use, device) -> None:
-    optimizer = trained("AdamW", clipping, device, shapes=[(6, 6), (5,)])
+def test_nothing_keeps_gradients_or_a_deleted_optimizer(clipping, use, device) -> None:
+    """Freed at once: a cycle would keep gigabytes until Python happens to look for it."""
+    optimizer = trained("AdamW", clipping, device, BF16, shapes=[(6, 6), (5,)])
     first, second = params_of(optimizer)
     second.grad = None
-    for layout in (misaligned, transposed):
-        first.grad = placed(torch.randn(6, 6, device=device), layout)
-        second.grad = torch.randn(5, device=device)
-        alive = [weakref.ref(param.grad) for param in (first, second)]
-        use(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        assert [reference() for reference in alive] == [None, None]
-
-
-@each_use
-@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}])
-def test_a_deleted_optimizer_frees_parameters_and_states(clipping, use, device) -> None:
-    """At once: a cycle would keep gigabytes until Python happens to look for it."""
-    for name in ("AdamW", "SGD"):
-        optimizer = trained(name, clipping, device, BF16)
-        use(optimizer)
-        alive = [weakref.ref(optimizer)]
-        alive += [weakref.ref(param) for param in params_of(optimizer)]
+    gc.disable()
+    try:
+        for layout in (misaligned, transposed):
+            first.grad = placed(torch.randn(6, 6, device=device).bfloat16(), layout)
+            second.grad = torch.ones_like(second)
+            alive = [weakref.ref(param.grad) for param in (first, second)]
+            use(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+            assert [reference() for reference in alive] == [None, None]
+        alive = [weakref.ref(each) for each in (optimizer, first, second)]
         alive += [weakref.ref(v) for state in optimizer.state.values() for v in state.values()]
-        gc.disable()
+        del optimizer, first, second
+        assert [reference() for reference in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+# Threads.
+
+
+def called_in_another_thread(function: Callable[[], Any]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def call() -> None:
         try:
-            del optimizer
-            assert [reference() for reference in alive] == [None] * len(alive)
-        finally:
-            gc.enable()
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return errors
+
+
+class CallingEps(Tensor):
+    """An option that calls a function when a step reads it."""
+
+    function: Callable[[], Any]
+
+    def __float__(self) -> float:
+        self.function()
+        return 1e-8
+
+
+@pytest.mark.parametrize("operation", ["step", "scan_gradients"])
+def test_a_second_thread_is_refused_before_it_writes(operation: str) -> None:
+    optimizer = trained("AdamW", {})
+    twin = copy.deepcopy(optimizer)
+    give_grads(optimizer, twin)
+    errors: list[BaseException] = []
+    call = getattr(optimizer, operation)
+    eps = torch.full((), 1e-8).as_subclass(CallingEps)
+    eps.function = lambda: errors.extend(called_in_another_thread(call))
+    optimizer.param_groups[0]["eps"] = eps
+    twin.step()
+    optimizer.step()
+    optimizer.param_groups[0]["eps"] = 1e-8
+    words = rf"^AdamW\.{operation}: another thread is inside a call of this optimizer"
+    assert [type(error) for error in errors] == [RuntimeError]
+    assert re.match(words, str(errors[0]))
+    cases.assert_same_bits(optimizer, twin)
+    assert called_in_another_thread(optimizer.step) == []
