@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 _USES = itertools.count()
 
@@ -21,14 +19,3 @@ def refusing_launch(number: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_EMULATOR_REFUSED_LAUNCH", f"{number} for use {next(_USES)}")
         yield
-
-
-def launches_of(call: Callable[[], Any]) -> int:
-    """Returns how many launches a call makes in the emulator, which refuses each in turn."""
-    for number in itertools.count():
-        try:
-            with refusing_launch(number):
-                call()
-        except torch.AcceleratorError:
-            continue
-        return number

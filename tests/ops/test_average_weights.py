@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from harness.edge_shapes import BF16, F16, F32, F64
-from harness.launch_failures import launches_of
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
@@ -104,11 +103,6 @@ def test_a_bfloat16_average_moves_as_a_float32_one_where_to_nearest_it_would_sta
     assert ((narrow.float() - start).mean() / moved - 1).abs() < 0.01
     assert (nearest.float() - start).mean() < 0.1 * moved
     assert (narrow.float() - wide).abs().max() <= unit
-
-
-def test_one_launch_takes_hundreds_of_tensors(emulated):
-    lists, one = [[torch.ones(3) for _ in range(700)] for _ in range(2)], torch.ones((), dtype=F64)
-    assert launches_of(lambda: ops.average_params_(*lists, one, one)) == 1
 
 
 def test_the_first_average_has_the_bits_of_the_weight(device):

@@ -341,6 +341,8 @@ WRONG_CALLS = [
     coded("exponents must be Byte", ops.dequantize_blockwise, CODES, EXPONENTS.char(), "q8s"),
     coded("param must be Half or BFloat16", ops.split_fp32, ONES, ONES, 16),
     coded("low_bits must be 16 or 8, got 4", ops.split_fp32, BF16S, ONES, 4),
+    coded("master_params must have 2 tensors", ops.refresh_masters_, [BF16S, BF16S], [ONES]),
+    coded("master_params[1] must be ", ops.refresh_masters_, [BF16S] * 2, [ONES, ONES.half()]),
     sgd(f"{KINDS} Long", BF16S, master_params=[FLAT.long()]),
     sgd(f"{KINDS} Half", BF16S, master_params=[FLAT.half()]),
     sgd(f"{A_MASTER} of sizes [3, 2], got [3]", BF16S, master_params=[FLAT]),

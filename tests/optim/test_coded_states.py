@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.edge_shapes import BF16, F32
+from harness.edge_shapes import BF16, F32, channels_last, contiguous, placed, strided, transposed
 from harness.list_operations import BUFFERS, OPERATIONS
 from harness.optimizer_cases import make_params, ours, through_a_file, trained
 from harness.reference import same_bits
@@ -45,19 +45,7 @@ def test_moments_share_exponents_where_32_elements_of_a_row_can():
         assert {key: (each.dtype, tuple(each.shape)) for key, each in state.items()} == wanted
 
 
-def weight_as(layout: str, values: Tensor) -> Parameter:
-    if layout == "channels_last":
-        return Parameter(values.contiguous(memory_format=torch.channels_last))
-    if layout == "transposed":
-        return Parameter(values.transpose(0, 1).contiguous().transpose(0, 1))
-    if layout == "with gaps":
-        wide = torch.zeros(*values.shape[:-1], 2 * values.shape[-1])
-        wide[..., ::2] = values
-        return Parameter(wide[..., ::2])
-    return Parameter(values.contiguous())
-
-
-LAYOUTS = ("contiguous", "channels_last", "transposed", "with gaps")
+LAYOUTS = (contiguous, channels_last, transposed, strided)
 
 
 def spread_grad(step: int) -> Tensor:
@@ -71,26 +59,26 @@ def spread_grad(step: int) -> Tensor:
 @pytest.mark.parametrize("through", ["a conversion", "a file"])
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pair for pair in itertools.permutations(LAYOUTS, 2) if "contiguous" in pair],
+    [pair for pair in itertools.permutations(LAYOUTS, 2) if contiguous in pair],
 )
 @cases.each_class
 def test_another_layout_keeps_the_moments(name, options, first, second, through, state_dtype):
     """Only contiguous parameters have groups."""
-    param = weight_as(first, torch.randn(64, 32, 3, 3))
+    param = Parameter(placed(torch.randn(64, 32, 3, 3), first))
     optimizer = ours(name)([param], **options, state_dtype=state_dtype)
     for step in range(3):
         param.grad = spread_grad(step)
         optimizer.step()
     has_exponents = any(key.endswith("_exp") for key in optimizer.state[param])
-    assert has_exponents == (first == "contiguous" and has_groups(optimizer))
+    assert has_exponents == (first is contiguous and has_groups(optimizer))
     before = float32_state_dict(optimizer)["state"][0]
     if through == "a file":
-        other = weight_as(second, param.detach())
+        other = Parameter(placed(param.detach(), second))
         saved, param = optimizer.state_dict(), other
         optimizer = ours(name)([param], **options, state_dtype=state_dtype)
         optimizer.load_state_dict(through_a_file(saved))
     else:
-        param.data = weight_as(second, param.detach()).data
+        param.data = placed(param.detach(), second)
     for group in optimizer.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     kept = param.detach().clone()

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.clipping_cases import SCALERS, WAYS, Way, fused_step
+from harness.clipping_cases import SCALERS, WAYS, Way
 from harness.edge_shapes import BF16, F16, F32, INF, NAN
 from harness.guard_rules import GuardRules, norms_of_a_run
-from harness.launch_failures import launches_of
 from harness.optimizer_cases import ours
 from harness.reference import same_bits
 from torch import Tensor
@@ -194,30 +193,6 @@ def test_a_limit_in_numbers_holds_from_the_first_step_and_never_yields(device):
         step_with(optimizer, norm)
     assert param.item() == -6.0
     assert guard.stats(wait=True).mean == 5.0
-
-
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]])
-def test_it_takes_one_small_launch(way: Way, clips, emulated):
-    """And a look where there was none, as clipping by the norm does."""
-
-    def run(**options: Any) -> int:
-        def step() -> None:
-            params = [Parameter(torch.ones(9, dtype=dtype)) for dtype in (F32, BF16)]
-            optimizer = ours("AdamW")(params, **options)
-            scaler = way.make_scaler("cpu")
-            if scaler is not None:
-                scaler.scale(torch.zeros(()))
-            for param in params:
-                param.grad = torch.ones_like(param)
-            fused_step(optimizer, way, scaler)
-
-        return launches_of(step)
-
-    clipping = {"max_grad_norm": 1.0} if clips else {}
-    without, guarded = run(**clipping), run(**clipping, norm_guard=NormGuard())
-    has_scan = clips or way.scaler is amp_ext.GradScaler
-    assert guarded == without + 1 + (0 if has_scan else 2), "a look for each dtype"
 
 
 def test_a_gradient_that_changes_after_the_look_of_a_scaler_is_judged_as_it_is(device):

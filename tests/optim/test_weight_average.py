@@ -12,7 +12,6 @@ import numpy
 import pytest
 import torch
 from harness.edge_shapes import BF16, F16, F32, INF
-from harness.launch_failures import launches_of
 from harness.optimizer_cases import train
 from harness.reference import same_bits
 from torch import nn
@@ -346,21 +345,6 @@ def test_copies_follow_their_own_optimizer(copied):
     optimizer, removed = copied((optimizer, average))
     step(optimizer)
     assert removed.n_averaged == 7
-
-
-@pytest.mark.parametrize(("averages", "launches"), [(0, 1), (1, 2), (2, 3)])
-def test_an_average_is_one_launch_and_none_where_nobody_asks(averages, launches, emulated):
-    def call(steps: int) -> None:
-        optimizer = amp_ext.optim.SGD(params_of(torch.device("cpu"), F32, F32, F32), lr=0.1)
-        held = [WeightAverage(optimizer, dtype=BF16) for _ in range(averages)]
-        for _ in range(steps):
-            step(optimizer)
-        if not held:
-            assert optimizer.step_applied is None
-
-    begins = launches_of(lambda: call(0))
-    assert begins == averages
-    assert launches_of(lambda: call(1)) - begins == launches
 
 
 WRONG = [

@@ -1,4 +1,4 @@
-"""The norm of each gradient, which a step keeps when it is asked to."""
+"""What a step reports when it is asked to: the norm of each gradient, and whether it was taken."""
 
 from __future__ import annotations
 
@@ -121,12 +121,10 @@ def test_they_follow_groups_and_end_with_the_attribute(device):
     optimizer = optimizer_of(params, "Lion")
     assert optimizer.grad_norms is None
     optimizer.step()
-    assert len(optimizer.grad_norms) == len(params)
+    assert_norms(optimizer.grad_norms, norms_of(params))
     new = Parameter(torch.ones(4, device=device))
     new.grad = torch.ones_like(new)
     optimizer.add_param_group({"params": [new]})
-    optimizer.step()
-    assert_norms(optimizer.grad_norms, [*norms_of(params), 2.0])
     for group in optimizer.param_groups[:2]:
         group["params"].clear()
     optimizer.step()
@@ -139,22 +137,6 @@ def test_they_follow_groups_and_end_with_the_attribute(device):
     optimizer.step()
     assert optimizer.grad_norms is None
     assert optimizer.grad_norm is None
-
-
-def test_tensors_without_elements_have_a_norm_of_zero(device):
-    """Also where a launch of a GPU has no others."""
-    sizes = {F16: [0, 0], F32: [50_000, 70_000, 0]}
-    params = [
-        Parameter(torch.ones(size, dtype=dtype, device=device))
-        for dtype, each in sizes.items()
-        for size in each
-    ]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer = optimizer_of(params)
-    for _ in range(2):
-        optimizer.step()
-        assert_norms(optimizer.grad_norms, norms_of(params))
 
 
 def test_names_stand_beside_them_for_people():
@@ -201,3 +183,71 @@ def test_copies_track_them_and_files_know_nothing_of_it(copied):
     optimizer.load_state_dict(state_dict)
     assert optimizer.track_grad_norms
     assert optimizer.grad_norms is None
+
+
+# Whether the last step was taken, which it leaves on the device for those who follow it.
+
+
+def follows(device: torch.device, *dtypes: torch.dtype, **options: Any) -> Any:
+    """An SGD over a parameter of each dtype, that tracks whether a step was applied."""
+    params = [Parameter(torch.ones(5, device=device, dtype=dtype)) for dtype in dtypes]
+    optimizer = amp_ext.optim.SGD(params, lr=0.1, **options)
+    optimizer.track_step_applied()
+    return optimizer
+
+
+def give_grads(optimizer: Any, *values: float | None) -> None:
+    for param, value in zip(optimizer.param_groups[0]["params"], values, strict=True):
+        param.grad = None if value is None else torch.full_like(param, value)
+
+
+def test_step_applied_is_0_without_a_finite_inverse_of_the_scale_and_without_a_gradient(device):
+    optimizer = follows(device, F32, F16)
+    for values, scale, landed in [
+        ((None, None), 1.0, 0.0),
+        ((None, 1.0), 1.0, 1.0),
+        ((1.0, 1.0), 0.0, 0.0),
+        ((1.0, None), 2.0, 1.0),
+        ((None, None), 1.0, 0.0),
+    ]:
+        give_grads(optimizer, *values)
+        optimizer.grad_scale = torch.tensor(scale, device=device)
+        optimizer.step()
+        assert optimizer.step_applied.item() == landed
+
+
+def test_step_applied_stays_where_it_is_and_followers_outlive_a_load(device):
+    optimizer = follows(device, F32)
+    give_grads(optimizer, 1.0)
+    optimizer.step()
+    word = optimizer.step_applied
+    optimizer.step()
+    assert optimizer.step_applied is not None
+    assert optimizer.step_applied.data_ptr() == word.data_ptr()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.step_applied.item() == 1.0
+    other = copy.deepcopy(optimizer)
+    give_grads(other, 1.0)
+    other.step()
+    assert other.step_applied is None, "nobody follows the copy"
+
+
+class CopyOfAttributes:
+    """What Lightning puts around an optimizer: an object of its class with its attributes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self).update(vars(optimizer))
+        self.__class__ = type("Wrapped", (CopyOfAttributes, type(optimizer)), {})
+
+
+def test_who_has_a_wrapper_with_a_copy_of_the_attributes_watches_the_optimizer_inside():
+    inside = follows(torch.device("cpu"), F32)
+    wrapper = CopyOfAttributes(inside)
+    inside.load_state_dict(inside.state_dict())
+    wrapper.norm_guard, wrapper.track_grad_norms = amp_ext.optim.NormGuard(), True
+    assert inside.norm_guard is wrapper.norm_guard
+    give_grads(inside, 2.0)
+    inside.step()
+    assert wrapper.grad_norm is inside.grad_norm
+    assert wrapper.grad_norms.item() == wrapper.grad_norm.item() == pytest.approx(math.sqrt(20.0))
