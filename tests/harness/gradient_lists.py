@@ -136,8 +136,6 @@ OPERATIONS = [
 ]
 by_id = {each.id or each.name: each for each in OPERATIONS}
 each_operation = pytest.mark.parametrize("operation", rows(by_id))
-writing = {name: each for name, each in by_id.items() if each.writes}
-each_writing = pytest.mark.parametrize("operation", rows(writing))
 
 
 def assert_right(operation: GradientOperation, tensors: Tensors, what: object = "") -> None:

@@ -224,22 +224,18 @@ BLOCKS = [("adam_", "q8s"), ("lion_", "q8m"), ("sgd_", "q8m")]
 # The operation, its code, what is changed of its lists, and what the error says.
 WRONG_CODES = [
     ("lion_", "q8m", second("exp_avgs", Tensor.char), rf"exp_avgs\[1\] {NARROW} Char"),
-    ("sgd_", "q8m", second("momentum_buffers", Tensor.char), rf".*\[1\] {NARROW} Char"),
     ("sgd_", "q8m", second("momentum_buffers", lambda t: t[:GROUP]), rf".*\[1\] {SIZES_OF_CODES}"),
     ("adam_", "q8h", second("exp_avgs", Tensor.byte), rf"exp_avgs\[1\] {NARROW} Byte"),
-    ("adam_", "q8s", second("exp_avgs", lambda t: t[:GROUP]), rf"exp_avgs\[1\] {SIZES_OF_CODES}"),
     ("adam_", "q8s", second("exp_avg_sqs", Tensor.char), rf"exp_avg_sqs\[1\] {BESIDE} Char"),
     ("adam_", "q8h", second("exp_avg_sqs", Tensor.float), rf"exp_avg_sqs\[1\] {BESIDE} Float"),
     ("adam_", "q8s", first_moments_in_float, rf"exp_avg_sqs\[1\] {NARROW} Byte"),
     ("adam_", "q8h", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
-    ("adam_", "q8s", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
     ("adam_", "q8h", with_exponents, r"exponents\[0\] must be None for moments without groups"),
     *(
         (*block, change, words)
         for block in BLOCKS
         for change, words in (
             (second("exponents", lambda t: t[:0]), r"exponents\[1\] must be of 2 elements, got 0"),
-            (second("exponents", lambda t: t.repeat(2)), r"exponents\[1\] .* 2 elements, got 4"),
             (second("exponents", Tensor.char), f"{NOT_BYTES} Char"),
             (second("exponents", lambda t: t.repeat_interleave(2)[::2]), f"{NOT_BYTES} Byte"),
             (
@@ -249,7 +245,6 @@ WRONG_CODES = [
             (second("exponents", lambda t: t.to("meta")), r"exponents\[1\] .* on cpu, got meta"),
             (second("exponents", Tensor.to_sparse), r"exponents\[1\] must be .*[sS]parse"),
             (lambda lists: lists.pop("exponents"), r"exponents\[0\] must be of 2 elements, got 0"),
-            (lambda lists: lists["exponents"].pop(), "exponents must have 3 .* params, got 2"),
             (not_of_whole_groups, r"params\[1\] must be of a multiple of 32 elements for moments"),
         )
     ),
@@ -315,38 +310,26 @@ WRONG_CALLS = [
     coded(
         f"second_moment must be Float {TWO_ROWS} D", ops.quantize_ratios, FLOATS, FLOATS.double()
     ),
-    coded(f"second_moment must be Float {TWO_ROWS} F", ops.quantize_ratios, FLOATS, FLOATS[:1]),
-    coded("parse", ops.quantize_ratios, FLOATS.to_sparse(), FLOATS),
     coded(f"codes must be Char {TWO_ROWS} Byte", ops.dequantize_ratios, CODES, FLOATS),
-    coded(f"moment must be Float {TWO_ROWS} BF", ops.dequantize_ratios, RATIOS, FLOATS.bfloat16()),
     coded(
         f"second_moment must be Float {TWO_ROWS} F", ops.dequantize_ratios, RATIOS, FLOATS.view(-1)
     ),
     coded("code must be 'q8s' or 'q8m', got 'q8h'", ops.quantize_blockwise, FLOATS, "q8h"),
     coded(f"moment must be Float {TWO_ROWS} Half", ops.quantize_blockwise, FLOATS.half(), "q8s"),
     coded(f"moment {ROWS_OF_GROUPS} [4, 33]", ops.quantize_blockwise, torch.ones(4, 33), "q8s"),
-    coded(f"moment {ROWS_OF_GROUPS} [32]", ops.quantize_blockwise, torch.ones(GROUP), "q8m"),
-    coded(f"moment {ROWS_OF_GROUPS} []", ops.quantize_blockwise, torch.ones(()), "q8m"),
     coded(
         f"moment {ROWS_OF_GROUPS} [64, 32]", ops.quantize_blockwise, torch.ones(32, 64).t(), "q8m"
     ),
-    coded("code must be 'q8s' or 'q8m', got ''", ops.dequantize_blockwise, CODES, EXPONENTS, ""),
     coded(
         f"codes must be Byte {TWO_ROWS} Char", ops.dequantize_blockwise, RATIOS, EXPONENTS, "q8m"
     ),
-    coded(
-        f"codes {ROWS_OF_GROUPS} [2, 31]", ops.dequantize_blockwise, CODES[:, 1:], EXPONENTS, "q8m"
-    ),
     coded("exponents must be Byte", ops.dequantize_blockwise, CODES, EXPONENTS.view(-1), "q8m"),
-    coded("exponents must be Byte", ops.dequantize_blockwise, CODES, EXPONENTS.char(), "q8s"),
     coded("param must be Half or BFloat16", ops.split_fp32, ONES, ONES, 16),
     coded("low_bits must be 16 or 8, got 4", ops.split_fp32, BF16S, ONES, 4),
     coded("master_params must have 2 tensors", ops.refresh_masters_, [BF16S, BF16S], [ONES]),
     coded("master_params[1] must be ", ops.refresh_masters_, [BF16S] * 2, [ONES, ONES.half()]),
     sgd(f"{KINDS} Long", BF16S, master_params=[FLAT.long()]),
-    sgd(f"{KINDS} Half", BF16S, master_params=[FLAT.half()]),
     sgd(f"{A_MASTER} of sizes [3, 2], got [3]", BF16S, master_params=[FLAT]),
-    sgd(f"{A_MASTER} of sizes [3], got [4]", BF16S, master_params=[torch.zeros(4).char()]),
     sgd("must have its last dimension in one piece", BF16S, master_params=[SQUARE[:2].t()]),
     sgd(f"{A_MASTER} None for a parameter of Float", ONES.clone(), master_params=[PAIRS]),
     sgd(

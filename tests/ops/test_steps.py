@@ -208,21 +208,6 @@ def test_any_layout_is_clipped_skipped_and_written_back(device, operation, optio
             assert all(map(neighbours_untouched, actual[name])), name
 
 
-@pytest.mark.parametrize(cases.STEP, cases.FEW_STEPS[:1] + cases.FEW_STEPS[-1:])
-@pytest.mark.parametrize("dtypes", FEW_DTYPES)
-def test_a_gradient_may_be_expanded(device, dtypes, operation, options):
-    start = cases.build(operation, options, [(6, 5)], dtypes, device)
-    for shape in [(1,), (6, 1), (1, 5), (6, 5)]:
-        actual, expected = cases.copied(start), cases.copied(start)
-        small = torch.randn(shape, device=device).to(dtypes.grad)
-        actual["grads"] = [small.expand(6, 5)]
-        expected["grads"] = [small.expand(6, 5).contiguous()]
-        for side in (expected, actual):
-            cases.run(operation, side, **options)
-        cases.assert_same(actual, expected)
-        assert same_bits(small.expand(6, 5), expected["grads"][0])
-
-
 # `skip_nonfinite`: elements whose gradient is inf or NaN are left alone, all others step.
 
 SKIP = {"skip_nonfinite": True}
