@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -21,9 +19,7 @@ from harness.scaler_cases import (
     params_of,
     plain_sgd,
     ready,
-    through_a_file,
 )
-from torch.nn import Parameter
 
 import amp_ext
 
@@ -143,17 +139,6 @@ def test_a_hook_that_writes_scaled_gradients_is_told_of_once(hook, device):
         warnings.simplefilter("error")
         give(optimizer, 4.0)
         scaler.step(optimizer)
-
-
-def test_an_overflow_that_a_hook_makes_skips_the_step_and_lowers_the_scale(device):
-    optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: give(optimizer, INF))
-    with pytest.warns(UserWarning, match=WRITES_SCALED):
-        scaler.step(optimizer)
-    scaler.update()
-    assert values(optimizer) == [1.0] * 3
-    assert scaler.get_scale() == 2.0
-    assert scaler.last_step_skipped(optimizer)
 
 
 def freeze(optimizer: Any, *_: Any) -> None:
@@ -308,23 +293,3 @@ def test_a_closure_by_place_computes_the_gradients_of_torchs_plain_optimizers(de
 
 
 # Copies.
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value)), through_a_file],
-    ids=["copy", "deepcopy", "pickle", "file"],
-)
-@both_scalers
-def test_a_copy_made_within_a_step_has_nothing_that_was_handed_over(scaler_class, copied):
-    optimizer, scaler, copies = filled(4.0, make=plain_sgd), ready(scaler_class=scaler_class), []
-    optimizer.register_step_pre_hook(lambda optimizer, *_: copies.append(copied(optimizer)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.step(optimizer)
-    (twin,) = copies
-    assert not has_leftovers(twin)
-    twin.param_groups[0]["params"] = [Parameter(torch.ones(3))]
-    give(twin, 1.0)
-    twin.step()
-    assert values(twin) == [0.5] * 3

@@ -43,18 +43,6 @@ def test_a_new_scaler_is_one_of_torchs_with_its_values():
     assert scaler.state_dict() == limited.state_dict() == TorchScaler("cpu").state_dict()
 
 
-@as_torch
-def test_getters_and_setters_are_torchs(scaler_class):
-    scaler = scaler_class("cpu", 3.0)
-    getters = [name for name in dir(TorchScaler) if "get_" in name]
-    assert len(getters) > 5
-    before = [getattr(scaler, name)() for name in getters], scaler.is_enabled()
-    scaler.set_growth_factor(4.0)
-    scaler.set_backoff_factor(0.125)
-    scaler.set_growth_interval(17)
-    return before, scaler.state_dict()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_the_default_device_without_cuda_warns_and_disables():
     with pytest.warns(UserWarning, match="CUDA is not available"):

@@ -1,4 +1,4 @@
-"""Tests of what ``GradScaler`` tells of its updates: skips and counts."""
+"""Tests of what ``GradScaler`` tells of its updates: skips, counts, names and its log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from harness import scaler_cases as cases
+from harness.rows import rows
 from harness.scaler_cases import (
+    all_optimizers,
     exact,
     give_grads,
     iterate,
+    name_of_last,
     named,
     new_params,
     our_sgd,
@@ -97,13 +100,13 @@ def test_the_scaler_keeps_nothing_alive_and_knows_no_newcomer(make, device):
     del first
     gc.collect()
     assert [reference() for reference in gone] == [None] * len(gone)
-    assert cases.name_of_last(scaler) is None, "its names are gone"
+    assert name_of_last(scaler) is None, "its names are gone"
     second = make(new_params(device))
     assert skips(scaler, second) == [True, None]
     for bad in ([], [2]):
         iterate(scaler, second, bad=bad)
         assert skips(scaler, second)[1] is bool(bad)
-    assert cases.name_of_last(scaler) == "group 0, param 2"
+    assert name_of_last(scaler) == "group 0, param 2"
 
 
 @cases.unscaled_first
@@ -118,21 +121,8 @@ def test_more_optimizers_than_one_launch_takes(unscale, device):
         assert skips(scaler)[0] is bool(culprits)
         assert [i for i, s in enumerate(skips(scaler, *optimizers)[1:]) if s] == list(culprits)
         if culprits:
-            assert cases.name_of_last(scaler) == f"of {culprits[-1]}"
+            assert name_of_last(scaler) == f"of {culprits[-1]}"
     assert dataclasses.astuple(exact(scaler)) == (6, 2, 4, 0, 0.25, 0.25, 4.0, "of 128", 0)
-
-
-@cases.torchs_and_ours
-def test_what_foreign_code_finds_after_a_step_counts(make, device):
-    """As an all-reduce over ranks, of which another has overflowed."""
-    scaler, optimizer = ready(device), make(new_params(device))
-    for found in (3.0, 0.0, 1.0):
-        give_grads(optimizer)
-        scaler.step(optimizer)
-        cases.set_recorded(scaler, optimizer, found)
-        scaler.update()
-        assert skips(scaler, optimizer) == [bool(found)] * 2
-    assert dataclasses.astuple(exact(scaler)) == (3, 1, 2, 1, 1.0, 1.0, 4.0, None, 0)
 
 
 def test_a_disabled_scaler_never_skips_and_logs_nothing(caplog):
@@ -234,3 +224,89 @@ def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, de
         assert scaler.get_scale() == before * (0.5 if any(found_infs) else 2.0)
         stats = scaler.stats(wait=True)
         assert (stats.updates, stats.skips) == (updates, updates if any(found_infs) else 0)
+
+
+# Names
+
+
+# Parameters without a gradient, and bad ones, of two groups of three; whether unscale_ looks.
+ITERATIONS = [((), (), False), ((0, 3), (5, 4), True), ((0,), (), False), ((), (4, 2), False)]
+ITERATIONS += [((), (1,), True), ((), (2,), True), ((), (3,), False), ((5,), (), True)]
+
+
+@all_optimizers
+@pytest.mark.parametrize("names", ["abcdef", None])
+def test_the_first_bad_parameter_of_the_last_skip_is_named(make, names, device):
+    params = named(device, *names) if names else new_params(device, 6)
+    scaler, optimizer = ready(device), make([{"params": params[:3]}, {"params": params[3:]}])
+    expected = None
+    for missing, bad, unscale in ITERATIONS:
+        give_grads(optimizer, *bad, missing=missing)
+        cases.scan_and_step(scaler, optimizer, unscale)
+        scaler.update()
+        if bad:
+            group, index = divmod(min(bad), 3)
+            expected = names[min(bad)] if names else f"group {group}, param {index}"
+        assert name_of_last(scaler) == expected
+
+
+@cases.unscaled_first
+@cases.torchs_and_ours
+@pytest.mark.parametrize("drop", ["handle_nan_loss", "new scale"])
+def test_an_iteration_that_was_dropped_leaves_no_name(make, drop, unscale, device):
+    scaler, optimizer = ready(device), make(named(device, *"abc"))
+    give_grads(optimizer, 0)
+    (scaler.unscale_ if unscale else scaler._check_inf_per_device)(optimizer)
+    if drop == "new scale":
+        scaler.update(4.0)
+    else:
+        assert amp_ext.handle_nan_loss(float("nan"), optimizer, scaler=scaler)
+    iterate(scaler, optimizer, bad=[2], unscale=unscale)
+    assert name_of_last(scaler) == "c"
+
+
+def test_a_sparse_gradient_is_named(device):
+    scaler = ready(device)
+    optimizer = torch.optim.SGD(named(device, "dense", "sparse"), lr=0.5)
+    give_grads(optimizer, 1)
+    cases.params_of(optimizer)[1].grad = cases.params_of(optimizer)[1].grad.to_sparse()
+    scaler.step(optimizer)
+    scaler.update()
+    assert name_of_last(scaler) == "sparse"
+
+
+# Log
+
+
+SKIPPED = (
+    "GradScaler: %d updates in a row were skipped, up to update %d; the loss scale is %g. The "
+    "first bad gradient was that of bias. Gradients that are inf or NaN at any scale come from "
+    "the model or the data."
+)
+AFTER_3 = {"warn_after": 3}
+TWO_SERIES = {3: SKIPPED % (3, 3, 8), 7: SKIPPED % (3, 7, 1)}
+
+
+LOGS = {
+    "one-warning-for-a-series": ("xxxxxx", AFTER_3, {3: SKIPPED % (3, 3, 8)}),
+    "none-for-short-series": ("xx.xx.xx", AFTER_3, {}),
+    "one-for-each-series": ("xxx.xxxx.x", AFTER_3, TWO_SERIES),
+    "after-ten": ("x" * 15, {}, {10: SKIPPED % (10, 10, 0.0625)}),
+}
+
+
+@pytest.mark.parametrize(("sequence", "options", "expected"), rows(LOGS))
+def test_each_long_series_of_skips_is_logged_once(sequence, options, expected, device, caplog):
+    if device.type == "cuda":
+        pytest.skip("the host may be some updates ahead")
+    scaler = ready(device, init_scale=64.0, **options)
+    optimizer, records = cases.our_sgd(named(device, "weight", "bias")), {}
+    with caplog.at_level(logging.DEBUG, logger="amp_ext"):
+        for number, letter in enumerate(sequence, start=1):
+            caplog.clear()
+            iterate(scaler, optimizer, bad=[1] * (letter == "x"))
+            for record in caplog.records:
+                assert (record.name, record.levelno) == ("amp_ext", logging.WARNING)
+                assert number not in records
+                records[number] = record.getMessage()
+    assert records == expected

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import scaler_cases as cases
+from harness.rows import rows
 from harness.scaler_cases import (
     INF,
     Deriving,
@@ -28,58 +31,32 @@ from amp_ext.scaler.grad_scaler import _inside as optimizer_inside
 every_sgd = cases.over([plain_sgd, fused_sgd, looping_sgd])
 
 
-class DelegatingAll(cases.Delegating):
-    """Passes writes on as well, as proxies of libraries do."""
+class Holding(WithCopiedFlag):
+    """Has the optimizer in a list or a dict, and its groups in a list of its own."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.__dict__["optimizer"] = optimizer
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.optimizer, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.optimizer, name)
-
-
-class DerivingAndDelegating(Deriving):
-    """As wrappers for quantisation or look-ahead: schedulers ask for an Optimizer."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-
-class WithOwnList(WithCopiedFlag):
-    """Has the groups of the optimizer in a list of its own, and the optimizer in another."""
-
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, hold: Callable[[Any], Any]) -> None:
         super().__init__(optimizer)
-        self.optimizers = [self.__dict__.pop("optimizer")]
+        self.held = hold(self.__dict__.pop("optimizer"))
+
+    def inside(self) -> Any:
+        return next(iter(self.held.values() if isinstance(self.held, dict) else self.held))
 
     @property
     def param_groups(self) -> Any:
-        return list(self.optimizers[0].param_groups)
+        return list(self.inside().param_groups)
 
     def step(self, closure: Any = None) -> Any:
-        return self.optimizers[0].step()
+        return self.inside().step()
 
 
-class WithDict(WithCopiedFlag):
-    """Has the optimizer in a dict, by its name."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.named = {"all": self.__dict__.pop("optimizer")}
-
-    @property
-    def param_groups(self) -> Any:
-        return self.named["all"].param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.named["all"].step()
-
-
-WRAPPERS = [cases.Delegating, Deriving, DelegatingAll, DerivingAndDelegating, WithCopiedFlag]
-wrappers = pytest.mark.parametrize("wrap", [*WRAPPERS, WithOwnList, WithDict])
+WRAPPERS = {
+    "delegating": cases.Delegating,
+    "deriving": Deriving,
+    "copied-flag": WithCopiedFlag,
+    "in-a-list": partial(Holding, hold=lambda optimizer: [optimizer]),
+    "in-a-dict": partial(Holding, hold=lambda optimizer: {"all": optimizer}),
+}
+wrappers = pytest.mark.parametrize("wrap", rows(WRAPPERS))
 
 
 def values(optimizer: Any) -> list[float]:
@@ -271,12 +248,3 @@ def test_a_scaler_that_leaves_gradients_alone_trains_fp16_in_a_library_that_unsc
     assert train(LeavesScaled, True) == expected
     with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients"):
         train(amp_ext.GradScaler, True)
-
-
-def test_a_scaler_that_comes_after_the_checkpoint_goes_on_at_its_scale(device):
-    """Libraries may have loaded the scaler before ours can be assigned."""
-    theirs = ready(device, torch.amp.GradScaler)
-    theirs.load_state_dict(theirs.state_dict() | {"scale": 512.0, "_growth_tracker": 7})
-    ours = amp_ext.GradScaler(device.type)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.state_dict() == theirs.state_dict()
