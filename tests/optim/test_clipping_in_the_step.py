@@ -90,19 +90,15 @@ def test_gradients_of_all_groups_and_dtypes_are_clipped_together_without_a_round
 def test_the_norm_is_one_float32_that_each_step_writes_anew(device):
     optimizer, _ = pair("AdamW", {}, device=device, max_grad_norm=1.0)
     assert optimizer.grad_norm is None
-    cases.train([optimizer])
-    norm = optimizer.grad_norm
+    for _ in range(3):
+        norm = optimizer.grad_norm
+        cases.train([optimizer])
+        assert norm is None or optimizer.grad_norm is norm
+        assert optimizer.grad_norm.item() == pytest.approx(
+            clipping_cases.norm_of(grads_of(optimizer)), rel=1e-6
+        )
     assert (norm.shape, norm.dtype, norm.device) == ((), F32, params_of(optimizer)[0].device)
     assert not norm.requires_grad
-    address = norm.data_ptr()
-    for factor in (3.0, 0.5, 0.0):
-        give_grads(optimizer)
-        for grad in grads_of(optimizer):
-            grad.mul_(factor)
-        optimizer.step()
-        assert optimizer.grad_norm is norm
-        assert norm.data_ptr() == address
-        assert norm.item() == pytest.approx(clipping_cases.norm_of(grads_of(optimizer)), rel=1e-6)
 
 
 VALUES = (math.inf, -math.inf, math.nan)
@@ -171,18 +167,6 @@ def test_norms_and_coefficients_of_float64_may_be_no_float32(way, size, limit, d
         torch.testing.assert_close(param, twin, rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("exponent", [60, -60])
-def test_a_scale_may_push_the_squares_out_of_float32(exponent: int, device):
-    fused, apart = pair("SGD", {"lr": 0.1}, device=device, max_grad_norm=3.0)
-    give_grads(fused, apart)
-    norm = step_apart(apart, None, {"max_grad_norm": 3.0})
-    for grad in grads_of(fused):
-        grad.mul_(2.0**exponent)
-    fused.grad_scale = torch.tensor(2.0**exponent, device=device)
-    fused.step()
-    assert_nearly(fused, apart, norm, 1)
-
-
 # Gradients that change between the look and the step.
 
 
@@ -202,18 +186,11 @@ def recycle_grad(param: Parameter) -> None:
         param.grad.add_(0)
 
 
-def set_grad(param: Parameter, grad: Tensor | None) -> None:
-    param.grad = grad
-
-
 CHANGES: dict[str, Callable[[list[Parameter]], Any]] = {
     "replace_at_the_same_address": lambda params: [*map(recycle_grad, with_grad(params))],
     "edit_one": lambda params: params[-1].grad.mul_(100),
-    "drop_one": lambda params: set_grad(params[0], None),
-    "add_one": lambda params: set_grad(params[2], torch.full_like(params[2], 7e4)),
-    "expand_one": lambda params: set_grad(
-        params[0], torch.ones_like(params[0][0, 0]).expand(40, 50)
-    ),
+    "drop_one": lambda params: setattr(params[0], "grad", None),
+    "add_one": lambda params: setattr(params[2], "grad", torch.full_like(params[2], 7e4)),
 }
 
 
@@ -248,13 +225,11 @@ def test_the_norm_is_of_the_gradients_that_are_stepped(way, change, device):
 
 # Gradients that are written back.
 
-OPTIONS = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": True}
-
 
 @pytest.mark.parametrize("write_back", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_only_a_write_back_moves_the_version_of_gradients(transposed, write_back: bool, device):
-    options = OPTIONS | {"write_back_grads": write_back}
+    options = {"max_grad_norm": 3.0, "clip_value": 0.5, "write_back_grads": write_back}
     optimizer, _ = pair("AdamW", {}, device=device, shapes=[(6, 5), (3,)], **options)
     optimizer.grad_scale = torch.tensor(8.0, device=device)
     give_grads(optimizer)
