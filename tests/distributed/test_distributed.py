@@ -26,7 +26,6 @@ CHECKS = {
     "dtensors": [
         rank_checks_dtensors.dtensors_step_with_the_bits_of_whole_tensors,
         rank_checks_dtensors.lower_parts_are_loaded_into_other_placements,
-        rank_checks_dtensors.each_mesh_dimension_takes_one_small_collective,
         rank_checks_dtensors.norms_of_sharded_gradients_are_those_of_the_whole,
         rank_checks_dtensors.a_write_to_a_sharded_parameter_reaches_its_master,
         rank_checks_dtensors.a_gradient_that_is_still_to_be_summed_is_summed_first,

@@ -80,46 +80,41 @@ def a_guard_of_sharded_parameters_needs_no_group(rank: int) -> None:
 
 def a_guard_over_ranks_needs_no_common_scale_and_no_hook_divides_them(rank: int) -> None:
     """Of ranks that scale apart, one of which has no gradient, with a hook before the step."""
+    world = dist.group.WORLD
     for hooked in (False, True):
         param = Parameter(torch.zeros(2))
-        guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=8.0)
+        guard = amp_ext.optim.NormGuard(process_group=world, max_norm=8.0)
         optimizer = ours("SGD")([param], lr=1.0, norm_guard=guard)
         if hooked:
             optimizer.register_step_pre_hook(lambda *_: None)
         scaler = amp_ext.GradScaler("cpu", init_scale=2.0 ** (rank + 3))
         for step in range(4):
-            param.grad = scaler.scale(torch.full((2,), 2.0))
-            if step == 3 and rank == 1:
-                param.grad = scaler.scale(torch.zeros(2))
+            share = 0.0 if step == 3 and rank == 1 else 2.0
+            param.grad = scaler.scale(torch.full((2,), share))
             scaler.step(optimizer)
             scaler.update()
             expected = 16.0**0.5 if step < 3 else 8.0**0.5
             assert optimizer.grad_norm.item() == pytest.approx(expected, rel=1e-6)
-    params = [Parameter(distribute_tensor(torch.ones(2), layouts()[0][0][0], [Shard(0)]))]
-    guard = amp_ext.optim.NormGuard(process_group=dist.group.WORLD)
-    optimizer = ours("SGD")(params, lr=1.0, norm_guard=guard)
-    params[0].grad = torch.ones_like(params[0])
+    sharded_one = Parameter(distribute_tensor(torch.ones(2), layouts()[0][0][0], [Shard(0)]))
+    optimizer = ours("SGD")([sharded_one], norm_guard=amp_ext.optim.NormGuard(process_group=world))
+    sharded_one.grad = torch.ones_like(sharded_one)
     with pytest.raises(RuntimeError, match="has a process_group, but the norm of sharded"):
         optimizer.step()
-    empty = ours("SGD")(
-        [{"params": [] if rank else [Parameter(torch.zeros(1))]}],
-        lr=1.0,
-        norm_guard=amp_ext.optim.NormGuard(process_group=dist.group.WORLD, max_norm=1.0),
-    )
-    for param in empty.param_groups[0]["params"]:
+    guard = amp_ext.optim.NormGuard(process_group=world, max_norm=1.0)
+    params = [] if rank else [Parameter(torch.zeros(1))]
+    optimizer = ours("SGD")([{"params": params}], lr=1.0, norm_guard=guard)
+    for param in params:
         param.grad = torch.full_like(param, 2.0)
-    empty.step()
-    assert empty.norm_guard.last_step_skipped()
-    assert empty.norm_guard.stats().norms == 1
-    assert copy.copy(empty.norm_guard).process_group is dist.group.WORLD
-    loaded = empty.norm_guard
-    for _ in range(2):
-        loaded = pickle.loads(pickle.dumps(loaded))
+    optimizer.step()
+    assert guard.last_step_skipped()
+    assert guard.stats().norms == 1
+    assert copy.copy(guard).process_group is world
+    loaded = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(guard))))
     optimizer = ours("SGD")([Parameter(torch.zeros(1))], lr=1.0, norm_guard=loaded)
     with pytest.raises(RuntimeError, match="was unpickled without its process_group"):
         optimizer.step()
     optimizer.norm_guard = amp_ext.optim.NormGuard()
-    scaler = small_scaler(process_group=dist.group.WORLD)
+    scaler = small_scaler(process_group=world)
     scaler.scale(torch.zeros(()))
     message = "norm_guard of the optimizer has no process_group, so ranks could"
     with pytest.raises(RuntimeError, match=message):

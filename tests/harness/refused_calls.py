@@ -137,7 +137,6 @@ FILE = file_of("AdamW", 1, 1, lr=0.1)
 OPTIONS = [key for key in FILE["param_groups"][1] if key != "params"]
 IN_BYTES = torch.ones(2, dtype=torch.uint8)
 IN_CHARS, IN_SHORTS, IN_PAIRS = IN_BYTES.char(), IN_BYTES.short(), torch.ones(2, 2).char()
-A_NUMBER = "of param_groups[1] must be a number or a tensor of one element, got"
 NO_STATE = "state_dict must have 'state', got"
 INT8 = "be torch.int8 of shape (2,), got"
 UINT8 = "be torch.uint8 of shape (2,), got"
