@@ -8,7 +8,6 @@ Inputs and expected results:
 * `reference`: the formulas of the optimizers in plain torch float64, and tolerances.
 * `number_codes`: quantization of low-memory states in plain torch.
 * `hashes`: values that are the same on every machine, and hashes of results.
-* `other_packages`: checkpoints written by the optimizers of other packages.
 
 Tables of test cases:
 

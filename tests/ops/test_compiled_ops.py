@@ -208,7 +208,9 @@ def trained(compiled: str, make_optimizer: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("compiled", ["model", "step", "optimizer"])
-def test_training_around_compiled_code_is_training(compiled: str) -> None:
+def test_training_around_compiled_code_is_training(compiled: str, recwarn) -> None:
     make = partial(amp_ext.optim.AdamW, max_grad_norm=1.0)
     for a, b in zip(trained(compiled, make), trained("", make), strict=True):
         torch.testing.assert_close(a, b)
+    warnings = [str(each.message) for each in recwarn]
+    assert not [text for text in warnings if "amp_ext" in text or "grad_scaler" in text]

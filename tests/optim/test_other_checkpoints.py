@@ -31,7 +31,6 @@ from harness.optimizer_cases import (
     trained,
     twins,
 )
-from harness.other_packages import GRADS, OF_OTHERS
 from harness.reference import assert_close, same_bits
 
 from amp_ext.optim.options import CONFIGURED_OPTIONS
@@ -152,7 +151,6 @@ def test_keys_that_a_group_of_the_optimizer_has_are_kept_in_any_file():
 # Options that torch's classes got over the years.
 
 OLDER = [
-    pytest.param("SGD", ["nesterov"], {"nesterov": True, "momentum": 0.9}, id="sgd-nesterov"),
     pytest.param(
         "SGD",
         ["nesterov", "maximize", "foreach", "differentiable", "fused"],
@@ -160,19 +158,6 @@ OLDER = [
         id="sgd-first-release",
     ),
     pytest.param("Adam", ["maximize"], {"maximize": True}, id="adam-maximize"),
-    pytest.param(
-        "Adam",
-        [
-            "maximize",
-            "foreach",
-            "capturable",
-            "differentiable",
-            "fused",
-            "decoupled_weight_decay",
-        ],
-        {"decoupled_weight_decay": True, "weight_decay": 0.1},
-        id="adam-amsgrad-alone",
-    ),
     pytest.param(
         "AdamW",
         ["maximize", "foreach", "capturable", "decoupled_weight_decay"],
@@ -279,7 +264,58 @@ def test_a_buffer_that_a_group_does_not_use_is_loaded_like_those_that_it_uses(dt
         assert state["momentum_buffer"].dtype == F32
 
 
-# Files of other packages that load as they are.
+# Files of other packages that load as they are, written after two steps from [1, -2, 3] with the
+# first two of GRADS. The parameter is theirs, then and after a third step.
+
+
+def file_of_another(options: dict[str, Any], **state: Any) -> dict[str, Any]:
+    """Returns a file of one parameter; lists of its state become tensors."""
+    tensors = {
+        key: torch.tensor(value) if isinstance(value, list) else value
+        for key, value in state.items()
+    }
+    group = {"lr": 0.1, "weight_decay": 0.1, "params": [0], **options}
+    return {"state": {0: tensors}, "param_groups": [group]}
+
+
+GRADS = [[0.5, -1.0, 2.0], [1.0, 0.25, -0.5], [-0.75, 1.5, 1.0]]
+# By package: our class, its options, the file, the parameter before and after the third step.
+OF_OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[float], list[float]]] = {
+    "pytorch_optimizer 4.1.0, Lion(weight_decouple=False)": (
+        "Lion",
+        {"decoupled_weight_decay": False},
+        file_of_another(
+            {"betas": (0.9, 0.99), "weight_decouple": False, "fixed_decay": False, "step": 2},
+            exp_avg=[0.01684, -0.01128, 0.020669999],
+        ),
+        [0.7999999523, -1.7999999523, 3.0],
+        [0.8999999762, -1.8999999762, 2.9000000954],
+    ),
+    "deepspeed 0.19.8, DeepSpeedCPULion": (
+        "Lion",
+        {},
+        file_of_another(
+            {"betas": (0.9, 0.999)},
+            step=2,
+            exp_avg=[0.001499481, -0.00074899, 0.001497981],
+            exp_avg_sq=[0.0, 0.0, 0.0],
+        ),
+        [0.7810999751, -1.9611999989, 2.9413001537],
+        [0.8732889891, -2.041588068, 2.8118872643],
+    ),
+    "deepspeed 0.19.8, DeepSpeedCPUAdam": (
+        "AdamW",
+        {},
+        file_of_another(
+            {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True, "amsgrad": False},
+            step=2,
+            exp_avg=[0.145000041, -0.065000013, 0.130000025],
+            exp_avg_sq=[0.001249734, 0.001061486, 0.004245945],
+        ),
+        [0.7845821381, -1.8142533302, 2.7943532467],
+        [0.7503908873, -1.8282362222, 2.7058627605],
+    ),
+}
 
 
 @pytest.mark.parametrize("package", OF_OTHERS)

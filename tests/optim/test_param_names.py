@@ -14,8 +14,6 @@ from harness.rows import rows
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 
-import amp_ext
-
 PREFIXES = {
     "same": "{}",
     "parallel": "module.{}",
@@ -138,19 +136,6 @@ def test_keys_that_are_names_are_not_permuted_again(flat):
         for _, param in pairs:
             assert same_bits(resumed.state[param]["exp_avg"], source.state[param]["exp_avg"])
         assert resumed.param_groups[0].get("param_names") in (["b", "a"], None)
-
-
-def test_the_scaler_names_the_tensor_that_overflowed_after_a_load():
-    resumed = ours("AdamW")(named(["b", "a"]))
-    resumed.load_state_dict(trained("AdamW", named(["a", "b"])).state_dict())
-    scaler = amp_ext.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for param, value in zip(cases.params_of(resumed), (torch.inf, 0.0), strict=True):
-        param.grad = torch.full_like(param, value)
-    scaler.step(resumed)
-    scaler.update()
-    assert scaler.stats(wait=True).last_nonfinite == "b"
-    assert list(amp_ext.find_nonfinite(resumed)) == ["b"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -14,7 +14,6 @@ from harness.optimizer_cases import (
     assert_same_bits,
     give_grads,
     make_params,
-    of_other_classes,
     ours,
     params_of,
     train,
@@ -26,20 +25,10 @@ from torch import Tensor
 from amp_ext import ops
 
 SHAPES = [(16385,), (3, 5), ()]
-# Of each class, with first moments that are dithered and others that are not.
-SETTINGS = {
-    "adam": ("Adam", {"weight_decay": 0.1}),
-    "adam-slow": ("Adam", {"betas": (0.99, 0.999)}),
-    "amsgrad": ("AdamW", {"amsgrad": True}),
-    "lion": ("Lion", {"lr": 0.01}),
-    "lion-fast": ("Lion", {"lr": 0.01, "betas": (0.9, 0.95)}),
-    "sgd": ("SGD", {}),
-    "momentum": ("SGD", {"momentum": 0.9}),
-    "momentum-slow": ("SGD", {"momentum": 0.99, "nesterov": True}),
-    "dampening": ("SGD", {"momentum": 0.99, "dampening": 0.5}),
-}
-SETTINGS |= of_other_classes(SETTINGS)
-each_setting = pytest.mark.parametrize(("name", "options"), rows(SETTINGS))
+# Of each class, with first moments that are dithered, and all others.
+SLOW = {"Adam": {"betas": (0.99, 0.999)}, "Lion": {}, "SGD": {"momentum": 0.99, "nesterov": True}}
+SETTINGS = [*cases.OPTIMIZERS, *rows({f"{name}-slow": (name, own) for name, own in SLOW.items()})]
+each_setting = pytest.mark.parametrize(("name", "options"), SETTINGS)
 # What is stored in 16 bits, and whether rounding=None dithers it.
 NARROW: dict[str, tuple[dict[str, Any], bool]] = {
     "states": ({"state_dtype": BF16}, True),

@@ -137,16 +137,6 @@ def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, expected
     assert [group["initial_weight_decay"] for group in optimizer.param_groups] == [INITIAL, 0.6]
 
 
-def test_a_state_from_before_a_group_was_added_is_loaded():
-    scheduler = StepWeightDecay(sgd(), step_size=2)
-    run(scheduler, 3)
-    optimizer = sgd(groups=2)
-    resumed = cases.loading(StepWeightDecay(optimizer, step_size=1), scheduler.state_dict())
-    assert decays(optimizer) == pytest.approx([0.03, 0.3])
-    resumed.step()
-    assert decays(optimizer) == pytest.approx([0.003, 0.003])
-
-
 def add_group(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
     optimizer.add_param_group({"params": [Parameter(torch.ones(3))], "weight_decay": weight_decay})
 
@@ -195,34 +185,18 @@ def test_a_group_that_is_taken_out_is_forgotten_and_the_other_goes_on(make: Make
     assert optimizer.param_groups[1]["initial_weight_decay"] == 0.5
 
 
-def test_functions_for_each_group_are_not_loaded_into_another_number_of_groups():
-    saved = LambdaWeightDecay(sgd(groups=2), [ramp, math.sqrt]).state_dict()
-    optimizer = sgd()
-    scheduler = LambdaWeightDecay(optimizer, [ramp])
-    add_group(optimizer, 0.5)
-    before = scheduler.state_dict(), decays(optimizer)
-    with pytest.raises(ValueError, match="one for each of 2 groups, got 1"):
-        scheduler.load_state_dict(saved)
-    assert (scheduler.state_dict(), decays(optimizer)) == before
-
-
 STATE = cosine(sgd()).state_dict()
 COSINE_LR = torch.optim.lr_scheduler.CosineAnnealingLR(sgd(), T_max=7).state_dict()
 FOREIGN: list[tuple[Any, type[Exception], str]] = [
     (COSINE_LR, KeyError, "state_dict must have 'final_weight_decay', got ['T_max', "),
     (StepWeightDecay(sgd(), 3).state_dict(), KeyError, "state_dict must have 'T_max', got ['step"),
-    (LambdaWeightDecay(sgd(), ramp).state_dict(), KeyError, "state_dict must have 'T_max', got "),
-    (sgd().state_dict(), KeyError, "state_dict must have 'T_max', got ['state', 'param_groups']"),
-    ({"lr": COSINE_LR, "wd": STATE}, KeyError,
-     "state_dict must have 'T_max', got ['lr', 'wd']"),
     ({}, KeyError, "state_dict must have 'T_max', got []"),
     ("checkpoint.pt", TypeError, "state_dict must be a dict, got 'checkpoint.pt': read the file"),
-    (None, TypeError, "state_dict must be a dict, got NoneType"),
     (STATE | {"last_epoch": "3"}, ValueError, "last_epoch must be an int of at least 0, got '3'"),
     (STATE | {"last_epoch": -1}, ValueError, "last_epoch must be an int of at least 0, got -1"),
     (STATE | {"base_weight_decays": 0.3}, ValueError, "base_weight_decays and _last_weight_decay"),
     (STATE | {"_last_weight_decay": ["0.3"]}, ValueError, "base_weight_decays and _last_weight_de"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("state", "error", "message"), FOREIGN)
@@ -292,5 +266,8 @@ def test_each_group_has_a_function_of_its_own_and_a_bad_value_changes_nothing():
     optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
     with pytest.raises(ValueError, match="one for each of 3 groups, got 2"):
         scheduler.step()
+    of_three = LambdaWeightDecay(sgd(groups=3), [ramp] * 3).state_dict()
+    with pytest.raises(ValueError, match="one for each of 3 groups, got 2"):
+        scheduler.load_state_dict(of_three)
     assert decays(optimizer)[:2] == scheduler.get_last_weight_decay() == [0.15, 0.0]
     assert scheduler.state_dict() == before
