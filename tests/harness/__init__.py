@@ -22,7 +22,6 @@ Tables of test cases:
 * `trainer_cases`: small training runs and their parts.
 * `ranks`: processes of distributed training.
 * `rank_checks_dtensors`, `rank_checks_watching`, `rank_checks_models`: the checks of each rank.
-* `refused_calls`: calls that are refused, with the exception and its text.
 
 Injected failures:
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from harness import gradient_lists as cases
@@ -242,3 +244,97 @@ def test_a_bad_number_is_named_and_nothing_is_written(name, number, spoil, text)
     with pytest.raises(RuntimeError, match=f"^{name}: {shown} {text.format(NAMES[dtype])}"):
         call(name, others | {number: wrong})
     assert all(other == 5 for other in others.values())
+
+
+# The update of the scale at the edges; test_scaler_limits.py has all rules beside torch's.
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def factors(growth_factor=2.0, backoff_factor=0.5, growth_interval=3) -> dict[str, float]:
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    return dict(zip(names, (growth_factor, backoff_factor, growth_interval), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("scale", "tracker", "found_infs", "numbers", "expected"),
+    rows(
+        {
+            "past-the-interval-no-growth": (8.0, 3, [0.0], factors(), (8.0, 4)),
+            "interval-zero": (8.0, 0, [0.0], factors(growth_interval=0), (8.0, 1)),
+            "found-inf-nan": (8.0, 1, [math.nan], factors(), (4.0, 0)),
+            "minus-zero-is-clean": (8.0, 1, [-0.0], factors(), (8.0, 2)),
+            "first-of-several-launches": (8.0, 2, [1.0] + [0.0] * 300, factors(), (4.0, 0)),
+            "rounded-once": (3.0, 2, [0.0], factors(1.7), (torch.tensor(5.1).item(), 0)),
+            "never-to-inf": (2.0**127, 2, [0.0], factors(), (2.0**127, 0)),
+            "largest-stays": (LARGEST, 2, [0.0], factors(1.0001), (LARGEST, 0)),
+            "up-to-the-largest": (LARGEST / 2, 2, [0.0], factors(), (LARGEST, 0)),
+            "zero-stays": (0.0, 2, [1.0], factors(), (0.0, 0)),
+            "down-to-zero": (2.0**-149, 2, [1.0], factors(), (0.0, 0)),
+            "subnormal": (2.0**-130, 2, [1.0], factors(), (2.0**-131, 0)),
+        }
+    ),
+)
+def test_one_update(scale, tracker, found_infs, numbers, expected, device) -> None:
+    scale_tensor = torch.full((), scale, device=device)
+    tracker_tensor = torch.full((), tracker, dtype=torch.int32, device=device)
+    flags = [torch.full((), value, device=device) for value in found_infs]
+    ops.update_scale_(scale_tensor, tracker_tensor, flags, **numbers)
+    assert (scale_tensor.item(), tracker_tensor.item()) == expected
+
+
+def test_a_product_with_the_scale_can_not_go_back_after_an_update(device) -> None:
+    scale = torch.full((), 8.0, device=device)
+    tracker = torch.zeros((), dtype=torch.int32, device=device)
+    loss = torch.ones((), device=device, requires_grad=True) * scale
+    ops.update_scale_(scale, tracker, [torch.ones((), device=device)], **factors())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert (scale._version, tracker._version) == (1, 1)
+
+
+# What only reads its gradients writes nothing, not even the same bits.
+
+
+READ_ONLY = """
+import mmap, sys
+import torch, amp_ext
+from amp_ext import ops
+with open(sys.argv[1], "rb") as file:
+    pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    tensor = torch.frombuffer(pages, dtype=dtype)
+    whole, found_inf = tensor[: tensor.numel() // 2], torch.zeros(())
+    ops.check_finite_([whole, whole[1:]], found_inf)
+    assert found_inf.item() == 0
+    ops.check_finite_([tensor, tensor[1::2]], found_inf, grad_scale=torch.ones(()))
+    assert found_inf.item() == 1
+    grads = [whole[:5000], whole[5001:9001].view(40, 100).t(), whole[9001:10001:2]]
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads):
+        param.grad = grad
+    assert amp_ext.clip_grad_norm_(params, 1.0).item() == 0
+    ops.clip_grads_(grads, torch.tensor(0.5), max_norm=1.0)
+    for each in (amp_ext.optim.AdamW, amp_ext.optim.SGD):
+        each(params, max_grad_norm=1.0, clip_value=1.0).step()
+    scaler = amp_ext.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for each in (torch.optim.SGD, amp_ext.optim.Adam, amp_ext.optim.SGD):
+        optimizer = each(params)
+        found_infs = scaler._check_inf_per_device(optimizer).values()
+        assert [found_inf.item() for found_inf in found_infs] == [0]
+        if each is not torch.optim.SGD:
+            scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 65536
+"""
+
+
+def test_memory_that_cannot_be_written_can_be_checked_clipped_and_stepped(run_module, tmp_path):
+    """A write of any kind would end the child with a signal."""
+    file = tmp_path / "read_only"
+    file.write_bytes(bytes(160_016) + b"\xff" * 8)  # zeros, and a NaN of every dtype
+    (tmp_path / "steps.py").write_text(READ_ONLY)
+    done = run_module("steps", str(file), folder=tmp_path, PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, (done.returncode, done.stderr)

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from harness import optimizer_cases as cases
-from harness.edge_shapes import BF16, F16, F32, F64
+from harness.edge_shapes import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    channels_last,
+    contiguous,
+    placed,
+    strided,
+    transposed,
+)
+from harness.list_operations import BUFFERS, OPERATIONS
+from harness.number_codes import counter_of
 from harness.optimizer_cases import (
     AS_TORCH,
     assert_same_bits,
@@ -32,7 +44,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.optim import float32_state_dict
+from amp_ext import ops
+from amp_ext.optim import AdamW, float32_state_dict
 
 # Moments in 8 bits have groups in the first two; the others are small, of rows that 32 does not
 # divide, a scalar, and nothing.
@@ -369,3 +382,231 @@ def test_a_state_that_is_no_tensor_is_named(name, options, dtype, kept):
         state[key] = value
         assert_same_bits(optimizer, before)
     assert same_bits(params_of(optimizer)[0], before[0]["param"])
+
+
+# Moments in codes of 8 bits.
+
+
+def has_groups(optimizer: Any) -> bool:
+    """Returns whether a moment has codes that share exponents, as contiguous parameters may."""
+    codes = {"8bit-bf16": ("q8m",), "8bit": ("q8m", "q8s")}[optimizer.defaults["state_dtype"]]
+    buffers = BUFFERS[optimizer.description.operation].values()
+    return any(buffer.code in codes for buffer in buffers)
+
+
+# Of two, three and four dimensions, and of one row.
+GROUPED = [(130, 32), (3, 5, 1024), (64, 32, 3, 3), (1, 4096)]
+# Small, of one dimension, a scalar, nothing, and of rows that 32 does not divide.
+UNGROUPED = [(127, 32), (4128,), (), (0, 32), (128, 33)]
+
+
+def test_moments_share_exponents_where_32_elements_of_a_row_can():
+    params = make_params(F32, shapes=GROUPED + UNGROUPED)
+    optimizer = trained(ours("Lion")(params, state_dtype="8bit"), 1)
+    for param in params:
+        shape = tuple(param.shape)
+        wanted: dict[str, Any] = {"step": (F32, ()), "exp_avg": (BF16, shape)}
+        if shape in GROUPED:
+            del wanted["exp_avg"]
+            groups = (shape[0], param[0].numel() // 32)
+            wanted |= {"exp_avg_q8m": (torch.uint8, shape), "exp_avg_exp": (torch.uint8, groups)}
+        state = optimizer.state[param]
+        assert {key: (each.dtype, tuple(each.shape)) for key, each in state.items()} == wanted
+
+
+LAYOUTS = (contiguous, channels_last, transposed, strided)
+
+
+def spread_grad(step: int) -> Tensor:
+    """Gradients of many sizes: moments beside the exponents of other groups would show."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = torch.logspace(-3, 0, 64 * 32 * 9).view(64, 32, 3, 3)
+    return torch.randn(64, 32, 3, 3, generator=generator) * sizes
+
+
+@pytest.mark.parametrize("state_dtype", ["8bit-bf16", "8bit"])
+@pytest.mark.parametrize("through", ["a conversion", "a file"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pair for pair in itertools.permutations(LAYOUTS, 2) if contiguous in pair],
+)
+@cases.each_class
+def test_another_layout_keeps_the_moments(name, options, first, second, through, state_dtype):
+    """Only contiguous parameters have groups."""
+    param = Parameter(placed(torch.randn(64, 32, 3, 3), first))
+    optimizer = ours(name)([param], **options, state_dtype=state_dtype)
+    for step in range(3):
+        param.grad = spread_grad(step)
+        optimizer.step()
+    has_exponents = any(key.endswith("_exp") for key in optimizer.state[param])
+    assert has_exponents == (first is contiguous and has_groups(optimizer))
+    before = float32_state_dict(optimizer)["state"][0]
+    if through == "a file":
+        other = Parameter(placed(param.detach(), second))
+        saved, param = optimizer.state_dict(), other
+        optimizer = ours(name)([param], **options, state_dtype=state_dtype)
+        optimizer.load_state_dict(through_a_file(saved))
+    else:
+        param.data = placed(param.detach(), second)
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    kept = param.detach().clone()
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert same_bits(param.detach(), kept)
+    after = float32_state_dict(optimizer)["state"][0]
+    group = cases.numbers_of(optimizer.param_groups[0])
+    decays = OPERATIONS[cases.operation_of(name)].decays
+    for key in before.keys() - {"step"}:
+        moment = before[key]
+        # A step without gradients, and a code's width.
+        decay = group[decays[f"{key}s"]]
+        assert (after[key] - moment * decay).norm() <= 0.03 * moment.norm(), key
+
+
+# Checkpoints.
+
+
+def test_codes_are_decoded_before_their_second_moments_get_narrow():
+    param = Parameter(torch.zeros(64, 64, dtype=torch.float16))
+    saved = AdamW([param], state_dtype="8bit-bf16")
+    param.grad = torch.full_like(param, 1e-4)
+    saved.step()
+    loaded = AdamW([param], state_dtype=None)
+    loaded.load_state_dict(saved.state_dict())
+    assert (loaded.state[param]["exp_avg"] > 0).all()
+
+
+def test_a_moment_that_is_decoded_has_the_layout_of_its_parameter():
+    param = Parameter(torch.randn(8, 16, 4, 4))
+    saved = AdamW([param], state_dtype="8bit")
+    param.grad = torch.randn_like(param)
+    saved.step()
+    last = Parameter(param.detach().to(memory_format=torch.channels_last))
+    loaded = AdamW([last])
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.state[last]["exp_avg_sq"].stride() == last.stride()
+
+
+# How optimizers round what they store in 16 bits: dithered, or to nearest as torch does.
+
+
+# Of each class, with first moments that are dithered, and all others.
+SLOW = {"Adam": {"betas": (0.99, 0.999)}, "Lion": {}, "SGD": {"momentum": 0.99, "nesterov": True}}
+ROUNDED_SETTINGS = [
+    *cases.OPTIMIZERS,
+    *rows({f"{name}-slow": (name, own) for name, own in SLOW.items()}),
+]
+each_rounded_setting = pytest.mark.parametrize(("name", "options"), ROUNDED_SETTINGS)
+# What is stored in 16 bits, and whether rounding=None dithers it.
+NARROW: dict[str, tuple[dict[str, Any], bool]] = {
+    "states": ({"state_dtype": BF16}, True),
+    "parameters": ({"master_weights": False}, True),
+    "both": ({"master_weights": False, "state_dtype": BF16}, True),
+    "as-torch": ({"master_weights": False, "state_dtype": None}, False),
+    "states-as-torch": ({"state_dtype": None}, False),
+    "nothing": ({}, False),
+}
+narrow = pytest.mark.parametrize(("stored", "dithers"), rows(NARROW))
+of_16_bits = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+
+
+class Lists:
+    """Steps parameters by the operation over lists that an optimizer should take.
+
+    Args:
+        optimizer: Just made; the lists start from copies of what it has.
+        dither: Of the operation.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dither: bool) -> None:
+        optimizer = copy.deepcopy(optimizer)
+        optimizer.init_state()
+        (self.group,) = optimizer.param_groups
+        self.params = self.group["params"]
+        states = [optimizer.state[param] for param in self.params]
+        steps = [state.get("step", torch.zeros(())) for state in states]
+        self.lists: dict[str, Any] = {"steps": steps}
+        for name in optimizer.state_spec_of(self.group).names:
+            self.lists[f"{name}s"] = [state[name] for state in states]
+        if "master_param" in states[0]:
+            self.lists["master_params"] = [state["master_param"] for state in states]
+        own = optimizer.description
+        self.operation = getattr(ops, own.operation)
+        self.options = {name: self.group[name] for name in own.fields if name in self.group}
+        if "betas" in self.group:
+            betas = enumerate(self.group["betas"], 1)
+            self.options |= {f"beta{number}": beta for number, beta in betas}
+        self.options |= {"lr": self.group["lr"], "dither": dither}
+
+    def step(self, grads: list[Tensor]) -> None:
+        params = [param.detach() for param in self.params]
+        self.operation(params, grads, **self.lists, **self.options)
+
+    def assert_same(self, optimizer: torch.optim.Optimizer) -> None:
+        for index, param in enumerate(params_of(optimizer)):
+            assert same_bits(param, self.params[index])
+            for name, value in optimizer.state[param].items():
+                assert same_bits(value, self.lists[f"{name}s"][index]), name
+
+
+@pytest.mark.parametrize("rounding", [None, "dither", "nearest"])
+@of_16_bits
+@narrow
+@each_rounded_setting
+def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, dtype, rounding):
+    optimizer = ours(name)(
+        make_params(dtype, shapes=SHAPES), **options, **stored, rounding=rounding
+    )
+    by_list = Lists(optimizer, rounding == "dither" or (rounding is None and dithers))
+    for _ in range(3):
+        give_grads(optimizer)
+        by_list.step([param.grad.clone() for param in params_of(optimizer)])
+        optimizer.step()
+    by_list.assert_same(optimizer)
+
+
+# Groups, counters and checkpoints.
+
+
+@pytest.mark.parametrize(("name", "first"), [("Lion", 0.0), ("SGD", 1.0)])
+def test_a_file_without_counters_starts_them(name, first):
+    """As torch's SGD, and ours where nothing was dithered."""
+    options = {"momentum": 0.99} if name == "SGD" else {}
+    before = ours(name)(make_params(F32), **options)
+    train([before], 2)
+    assert all("step" not in state for state in before.state.values())
+    after = ours(name)(cases.twins(before), **options, state_dtype=BF16)
+    after.load_state_dict(before.state_dict())
+    train([after], 1)
+    assert {state["step"].item() for state in after.state.values()} == {first + 1}
+
+
+# What dithers, in the order of what a step reads.
+DITHERED = {
+    "parameters": ("SGD", BF16, {"master_weights": False}),
+    "split8": ("SGD", F16, {"master_weights": "split8"}),
+    "states": ("AdamW", F32, {"state_dtype": BF16}),
+    "8bit": ("AdamW", BF16, {"state_dtype": "8bit"}),
+    "8bit-momentum": ("SGD", F32, {"state_dtype": "8bit", "momentum": 0.99}),
+}
+
+
+def count_from(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    optimizer.init_state()
+    for state in optimizer.state.values():
+        state["step"].copy_(counter_of(steps))
+
+
+@pytest.mark.parametrize(("name", "dtype", "options"), rows(DITHERED))
+def test_counters_and_resumed_runs_go_on_behind_2_24_steps(name, dtype, options, device):
+    straight, resumed = cases.pair(name, {"lr": 0.05, **options}, dtype, device, [(64, 64), (7,)])
+    count_from(straight, 2**24 - 2)
+    count_from(resumed, 2**24 - 2)
+    for step in range(6):
+        train([straight, resumed], 1)
+        file = cases.through_a_file(resumed.state_dict())
+        resumed = cases.loading(ours(name)(cases.twins(resumed), lr=1.0, **options), file)
+        counters = {state["step"].item() for state in straight.state.values()}
+        assert counters == {counter_of(2**24 - 1 + step).item()}
+        assert_same_bits(resumed, straight)
