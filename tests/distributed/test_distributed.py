@@ -55,9 +55,8 @@ CHECKS = {
         rank_checks_models.a_sharded_scaler_is_that_of_torch_and_ours,
     ],
     "released": [
-        rank_checks_release.sharded_parameters_are_stepped_in_backward_with_the_same_bits,
+        rank_checks_release.sharded_parameters_are_stepped_in_backward_and_offloaded_with_the_same_bits,
         rank_checks_release.replicas_and_scaled_shards_are_refused,
-        rank_checks_release.sharded_states_are_offloaded_with_the_same_bits,
     ],
     "dead-rank": [rank_checks_models.a_dead_rank_is_an_error_on_the_others],
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,43 +34,71 @@ def _sharded(dtype: torch.dtype) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def _local_bits(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    return [
-        {name: getattr(part, "_local_tensor", part) for name, part in state.items()}
-        for state in bits_of(optimizer)
-    ]
+def _train(
+    rank: int,
+    name: str,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    is_released: bool = False,
+    is_offloaded: bool = False,
+    scaled: bool = False,
+) -> list[torch.Tensor]:
+    """Returns all numbers of this rank after some steps, those of an average included.
+
+    Each step has two micro-batches, of which the last one steps.
+    """
+    model = _sharded(dtype)
+    optimizer = ours(name)(model.parameters(), **options)
+    average = WeightAverage(optimizer, decay=0.5)
+    if is_offloaded:
+        offload_states(optimizer, transport=DelayedTransport())
+    release = release_gradients(optimizer) if is_released else None
+    scaler = amp_ext.GradScaler("cpu", 64.0, enabled=scaled)
+    for step in range(5):
+        torch.manual_seed(10 * step + rank)
+        for is_last in (False, True):
+            x = torch.randn(4, 8, dtype=dtype)
+            if scaled and rank == 1 and step == 3:
+                x[0, 0] = float("inf")
+            pauses = release is not None and not is_last
+            with release.paused() if pauses else contextlib.nullcontext():
+                scaler.scale(model(x).float().square().mean()).backward()
+        assert all((p.grad is None) is is_released for p in model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        if scaled:
+            with pytest.raises(RuntimeError, match="still carries the loss scale"):
+                optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    found = [tensor for state in bits_of(optimizer) for _, tensor in sorted(state.items())]
+    if is_offloaded:
+        optimizer.offload.remove()
+    return [local_tensor(tensor) for tensor in (*found, *average.averages)]
 
 
-def sharded_parameters_are_stepped_in_backward_with_the_same_bits(rank: int) -> None:
+def sharded_parameters_are_stepped_in_backward_and_offloaded_with_the_same_bits(rank: int) -> None:
     for row in EACH_CLASS:
         name, options = row.values
         for dtype, kept in (
+            (torch.float32, {"max_grad_norm": 0.1}),
             (torch.float32, {}),
             (torch.bfloat16, {}),
             (torch.bfloat16, {"master_weights": "split8", "state_dtype": torch.bfloat16}),
+            (torch.bfloat16, {"master_weights": "split8", "state_dtype": "8bit"}),
         ):
-            results = []
-            for is_released in (False, True):
-                model = _sharded(dtype)
-                optimizer = ours(name)(model.parameters(), **options, **kept)
-                release = release_gradients(optimizer) if is_released else None
-                for step in range(4):
-                    torch.manual_seed(10 * step + rank)
-                    for _ in range(2):  # two micro-batches, of which the last one steps
-                        loss = model(torch.randn(4, 8, dtype=dtype)).float().square().mean()
-                        if release is not None and _ == 0:
-                            with release.paused():
-                                loss.backward()
-                        else:
-                            loss.backward()
-                    assert all((p.grad is None) is is_released for p in model.parameters())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                results.append(_local_bits(optimizer))
-            for left, right in zip(*results, strict=True):
-                assert left.keys() == right.keys()
-                for key in left:
-                    assert same_bits(left[key], right[key]), (name, dtype, key)
+            train = partial(_train, rank, name, options | kept, dtype)
+            is_clipped = "max_grad_norm" in kept  # which no release can do
+            expected = train(scaled=is_clipped)
+            ways = [(False, True)] if is_clipped else [(True, False), (False, True), (True, True)]
+            for is_released, is_offloaded in ways:
+                found = train(is_released, is_offloaded, is_clipped)
+                assert all(map(same_bits, found, expected)), (name, dtype, kept)
+                assert len(found) == len(expected)
 
 
 def replicas_and_scaled_shards_are_refused(rank: int) -> None:
@@ -86,58 +116,3 @@ def replicas_and_scaled_shards_are_refused(rank: int) -> None:
     scaler = amp_ext.GradScaler("cpu", process_group=dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a scaler that has a process_group"):
         release_gradients(AdamW(_network().parameters()), scaler, replicated=False)
-
-
-def sharded_states_are_offloaded_with_the_same_bits(rank: int) -> None:
-    for row in EACH_CLASS:
-        name, options = row.values
-        for dtype, kept in (
-            (torch.float32, {"max_grad_norm": 0.1}),
-            (torch.bfloat16, {}),
-            (torch.bfloat16, {"master_weights": "split8", "state_dtype": "8bit"}),
-        ):
-            _compare_offloaded(rank, name, options | kept, dtype, is_released=False)
-            if "max_grad_norm" not in kept:
-                _compare_offloaded(rank, name, options | kept, dtype, is_released=True)
-
-
-def _compare_offloaded(
-    rank: int, name: str, options: dict[str, Any], dtype: torch.dtype, is_released: bool
-) -> None:
-    results, averages = [], []
-    for is_offloaded in (False, True):
-        model = _sharded(dtype)
-        optimizer = ours(name)(model.parameters(), **options)
-        average = WeightAverage(optimizer, decay=0.5)
-        if is_offloaded:
-            offload_states(optimizer, transport=DelayedTransport())
-        if is_released:
-            release_gradients(optimizer)
-        scaler = amp_ext.GradScaler("cpu", 64.0, enabled=dtype is torch.float32)
-        for step in range(5):
-            torch.manual_seed(10 * step + rank)
-            x = torch.randn(4, 8, dtype=dtype)
-            if rank == 1 and step == 3 and scaler.is_enabled():
-                x[0, 0] = float("inf")
-            scaler.scale(model(x).float().square().mean()).backward()
-            assert all((p.grad is None) is is_released for p in model.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.is_enabled():
-                with pytest.raises(RuntimeError, match="still carries the loss scale"):
-                    optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                with torch.no_grad():
-                    model[0].weight.mul_(0.5)
-            if step == 2:
-                optimizer.load_state_dict(optimizer.state_dict())
-        results.append(_local_bits(optimizer))
-        averages.append([local_tensor(each) for each in average.averages])
-        if is_offloaded:
-            optimizer.offload.remove()
-    for left, right in zip(*results, strict=True):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert same_bits(left[key], right[key]), (name, dtype, key)
-    assert all(map(same_bits, *averages))

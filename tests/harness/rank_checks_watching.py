@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 import amp_ext
@@ -127,39 +127,31 @@ def averages_of_shards_are_those_of_the_whole(rank: int) -> None:
     model = torch.nn.Linear(6, 10).to(BF16)
     alone = copy.deepcopy(model)
     fully_sharded(model)
-    sides = []
-    for each in (model, alone):
-        optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.1)
-        sides.append((each, optimizer, amp_ext.optim.WeightAverage(optimizer, 0.9, dtype=BF16)))
-    for _ in range(4):
-        grads = [torch.randn(param.shape).to(BF16) for param in alone.parameters()]
-        for each, optimizer, _ in sides:
-            for param, grad in zip(each.parameters(), grads, strict=True):
-                is_sharded = isinstance(param, DTensor)
-                mesh = (param.device_mesh, param.placements) if is_sharded else None
-                param.grad = distribute_tensor(grad, *mesh) if mesh else grad.clone()
+    optimizers = [amp_ext.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    sharded_average, average = (
+        amp_ext.optim.WeightAverage(each, 0.9, dtype=BF16) for each in optimizers
+    )
+    for step in range(4):
+        give_exact_grads([*model.parameters()], [*alone.parameters()], False, step)
+        for optimizer in optimizers:
             optimizer.step()
-    (_, _, ours), (_, _, whole_average) = sides
-    assert ours.n_averaged == 4
-    assert_same_bits(ours.averages, whole_average.averages)
+    assert sharded_average.n_averaged == 4
     before = [param.detach().clone() for param in model.parameters()]
-    with ours.swap():
-        assert_same_bits(model.parameters(), whole_average.averages)
+    with sharded_average.swap():
+        assert_same_bits(model.parameters(), average.averages)
     assert_same_bits(model.parameters(), before)
-    saved = copy.deepcopy(ours.state_dict())
-    ours.restart()
-    ours.load_state_dict(saved)
-    assert_same_bits(ours.averages, whole_average.averages)
-    optimizer = sides[0][1]
-    begun = amp_ext.optim.WeightAverage(optimizer)
-    masters = [optimizer.state[param]["master_param"] for param in model.parameters()]
+    saved = copy.deepcopy(sharded_average.state_dict())
+    sharded_average.restart()
+    sharded_average.load_state_dict(saved)
+    assert_same_bits(sharded_average.averages, average.averages)
+    masters = [optimizers[0].state[param]["master_param"] for param in model.parameters()]
+    begun = amp_ext.optim.WeightAverage(optimizers[0])
     assert_same_bits(begun.averages, masters)
-    optimizer.step()
     written = [whole(master).clone() for master in masters]
     with begun.swap():
         pass
-    optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step()
+    optimizers[0].param_groups[0]["lr"] = 0.0
+    optimizers[0].step()
     assert_same_bits(masters, written)
 
 

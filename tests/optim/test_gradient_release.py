@@ -6,8 +6,6 @@ import collections
 import contextlib
 import copy
 import gc
-import io
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_ext
-from amp_ext.optim import AdamW, NormGuard, WeightAverage, release_gradients
+from amp_ext.optim import AdamW, NormGuard, release_gradients
 from amp_ext.optim.offload import OffloadedStates
 
 FORMS = {
@@ -38,7 +36,6 @@ FORMS = {
 }
 # Tests of what offloaded states refuse, and of what does not depend on their place.
 _NOT_OFFLOADED = {
-    "test_averages_leave_out_an_iteration_with_a_skipped_parameter",
     "test_a_write_that_no_version_counts_is_warned_of",
     "test_bits_of_emulated_kernels_are_the_same",
     "test_lazy_parameters_get_their_hooks_with_their_shape",
@@ -211,18 +208,6 @@ def test_an_overflow_skips_its_own_parameter_only(dtype: torch.dtype, kept: dict
     assert scaler.get_scale() == 512.0
 
 
-def test_the_update_after_an_overflow_is_told_by_the_flags_of_that_iteration_alone() -> None:
-    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
-    for bad in (2, 0, 1):
-        grads = [torch.full_like(p, float("inf") if i < bad else 1.0) for i, p in enumerate(params)]
-        give(scaler, params, grads)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.last_step_skipped() is (bad > 0)
-    assert scaler.stats().skipped_tensors == 3
-    assert scaler.stats().skips == 2
-
-
 def test_a_scale_without_an_inverse_skips_all() -> None:
     params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
     before = [param.detach().clone() for param in params]
@@ -242,22 +227,6 @@ def test_without_a_scaler_nonfinite_elements_can_be_left_out() -> None:
     give(None, [param], [torch.tensor([1.0, float("nan"), 1.0])])
     optimizer.step()
     assert (param != 1.0).tolist() == [True, False, True]
-
-
-def test_averages_leave_out_an_iteration_with_a_skipped_parameter() -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, scaler = AdamW(params, lr=0.5), cpu_scaler()
-    average = WeightAverage(optimizer, decay=0.5)
-    release_gradients(optimizer, scaler)
-    for bad in (False, True, False):
-        grads = [torch.ones_like(param) for param in params]
-        if bad:
-            grads[0][0] = float("inf")
-        give(scaler, params, grads)
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.step_applied.item() == (0.0 if bad else 1.0)
-    assert average.state_dict()["n_averaged"] == 2
 
 
 # Backward passes.
@@ -470,30 +439,12 @@ def test_nothing_keeps_model_and_optimizer_alive() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "copy": copy.copy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-}
-
-
-@pytest.mark.parametrize("copied", rows(COPIES))
-def test_a_copy_is_not_released(copied: Callable[[Any], Any]) -> None:
-    model, optimizer = released_network()
-    one_pass(model, torch.ones(4, 8), None)
-    optimizer.step()
-    assert copied(optimizer).gradient_release is None
-    assert optimizer.gradient_release is not None
-    torch.save(copy.deepcopy(model), io.BytesIO())
-
-
 def load_of_before(optimizer: Any, file: Any) -> None:
     """Loads masters that do not fit the parameters any more."""
     optimizer.load_state_dict(file)
 
 
 BETWEEN = {
-    "write": lambda optimizer, file: cases.params_of(optimizer)[0].detach().mul_(0.5),
     "clear": lambda optimizer, file: optimizer.state.clear(),
     "new": lambda optimizer, file: setattr(optimizer, "state", collections.defaultdict(dict)),
     "load": load_of_before,
@@ -814,18 +765,6 @@ def test_a_step_without_any_gradient_does_nothing(scaled: bool) -> None:
             scaler.update()
     give(scaler, params, [torch.ones(3)])
     assert params[0].grad is None
-
-
-def test_a_batch_that_is_given_up_is_warned_of_and_the_next_goes_on() -> None:
-    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
-    optimizer.zero_grad()  # nothing to say
-    give(scaler, params[:1], [torch.ones(3)])
-    with pytest.warns(UserWarning, match=r"without step\(\). 1 of 2 parameters had been stepped"):
-        optimizer.zero_grad()
-    give(scaler, params, [torch.ones(3), torch.ones(4)])
-    scaler.step(optimizer)
-    scaler.update()
-    assert [optimizer.state[param]["step"].item() for param in params] == [2.0, 1.0]
 
 
 def test_a_hook_that_raises_leaves_the_rest_unstepped() -> None:

@@ -202,34 +202,29 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
 
 
 @cases.every_optimizer
-@pytest.mark.parametrize("how", ["subclass", "instance", "patched-class"])
-def test_an_override_of_unscale_grads_is_what_runs(make, how, device, monkeypatch):
-    calls, scaler_class = [], amp_ext.GradScaler
+@pytest.mark.parametrize("how", ["subclass", "instance"])
+def test_an_override_of_unscale_grads_is_what_runs(make, how, device):
+    calls = []
 
     def override(self: Any, optimizer: Any, *arguments: Any) -> dict[torch.device, Tensor]:
         calls.append((arguments[0].item(), arguments[1].item(), arguments[2]))
         found = super(amp_ext.GradScaler, self)._unscale_grads_(optimizer, *arguments[:2], True)
         return {key: value + 1 for key, value in found.items()}
 
-    if how == "patched-class":
-        monkeypatch.setattr(amp_ext.GradScaler, "_unscale_grads_", override)
-    elif how == "subclass":
-        scaler_class = type("Mine", (amp_ext.GradScaler,), {"_unscale_grads_": override})
-    scaler = ready(device, scaler_class)
+    kind = type("Mine", (amp_ext.GradScaler,), {"_unscale_grads_": override})
+    scaler = ready(device, kind if how == "subclass" else amp_ext.GradScaler)
     if how == "instance":
         scaler._unscale_grads_ = MethodType(override, scaler)
     optimizer = filled(1.0, device, make)
-    scaler._check_inf_per_device(optimizer)
-    assert cases.recorded(scaler, optimizer) == [1.0]
     scaler.step(optimizer)
+    assert cases.recorded(scaler, optimizer) == [1.0]
     assert params_of(optimizer)[0].tolist() == [1, 1, 1]
     scaler.update()
     assert scaler.get_scale() == 2
     assert scaler.last_step_skipped(optimizer, wait=True)
     scaler.unscale_(optimizer)
     read_only = getattr(optimizer, "_step_supports_amp_scaling", False)
-    scan = (1.0, 0.0, True)
-    assert calls == [scan, scan if read_only else (0.25, 0.0, False), (0.5, 0.0, False)]
+    assert calls == [(1.0, 0.0, True) if read_only else (0.25, 0.0, False), (0.5, 0.0, False)]
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
