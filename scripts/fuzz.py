@@ -19,7 +19,6 @@ from hypothesis.stateful import run_state_machine_as_test
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from state_machine import loops  # noqa: E402
 from state_machine.machine import Machine  # noqa: E402
 
 FOUND = ROOT / "build" / "fuzz"
@@ -49,13 +48,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to look")
     parser.add_argument("--seed", type=int, help="of the first round; drawn when missing")
-    parser.add_argument(
-        "--without", action="append", default=[], choices=sorted(loops.SITUATIONS),
-        metavar="SITUATION", help=f"leaves out one of: {', '.join(sorted(loops.SITUATIONS))}",
-    )  # fmt: skip
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    Machine.without = frozenset(arguments.without)
     first = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {first}, {arguments.minutes:g} minutes", flush=True)
     start, rounds = time.monotonic(), 0

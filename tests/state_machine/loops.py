@@ -43,19 +43,6 @@ OWN_OF = {
     "8 bits beside bfloat16": {"state_dtype": "8bit-bf16"},
     "norm written back": {"max_grad_norm": 1.0, "clip_value": 0.5, "write_back_grads": True},
 }
-# What a run can leave out, to see one fault behind another.
-SITUATIONS = {
-    "gradients after unscale_",
-    "swapped tensors",
-    "converted parameters",
-    "interrupts",
-    "hooks that write gradients",
-    "groups as tuples",
-    "views of one buffer",
-    "delegates",
-    "clipped float64 gradients",
-}
-
 number = st.integers(0, 3)
 seeds = st.integers(0, 99)
 dtypes = st.sampled_from(sorted(DTYPES))
@@ -88,8 +75,6 @@ def new_params(layout: str, dtype: torch.dtype, seed: int) -> list[Parameter]:
 class Loops(RuleBasedStateMachine):
     """Training loops over one or two scalers and up to three optimizers."""
 
-    #: Names in SITUATIONS that a run leaves out.
-    without: ClassVar[frozenset[str]] = frozenset()
     #: How often each rule, and each difference, did something; kept over all examples.
     done: ClassVar[collections.Counter[str]] = collections.Counter()
     met: ClassVar[collections.Counter[str]] = collections.Counter()
@@ -107,10 +92,6 @@ class Loops(RuleBasedStateMachine):
         """Marks a place where our side is expected to differ from torch's."""
         assert name in MODELLED, name
         self.met[name] += 1
-
-    def leaves_out(self, situation: str) -> bool:
-        assert situation in SITUATIONS, situation
-        return situation in self.without
 
     def sides(self, which: int) -> Sides:
         return self.all[which % len(self.all)]
@@ -178,8 +159,6 @@ class Loops(RuleBasedStateMachine):
     ) -> None:
         if ROWS[row][1].get("amsgrad") and own.startswith("8 bits"):
             own = "bfloat16 states"  # its maximum has no code
-        if self.leaves_out("views of one buffer") and layout == "views of one buffer":
-            layout = "separate"
         groups = [
             new_params(layout, DTYPES[dtype], seed + index) for index, dtype in enumerate(dtypes)
         ]
@@ -257,7 +236,7 @@ class Loops(RuleBasedStateMachine):
     def unscale(self, which: int, wrapped: bool) -> None:
         sides = self.sides(which)
         handle = sides.mine
-        if wrapped and self.scalers_of(sides).kind != "torch" and not self.leaves_out("delegates"):
+        if wrapped and self.scalers_of(sides).kind != "torch":
             self.differs(
                 "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse"
             )
@@ -285,8 +264,7 @@ class Loops(RuleBasedStateMachine):
         sides = self.sides(which)
         pairs = [pair for _, pair in sides.with_grads()]
         doubles = all(pair.mine.dtype == F64 for pair in pairs)
-        some_double = any(pair.mine.dtype == F64 for pair in pairs)
-        if not pairs or (some_double and self.leaves_out("clipped float64 gradients")):
+        if not pairs:
             return
         norm = amp_ext.clip_grad_norm_([pair.mine for pair in pairs], max_norm)
         expected = torch.nn.utils.clip_grad_norm_(
@@ -305,17 +283,14 @@ class Loops(RuleBasedStateMachine):
 
     def take_step(self, sides: Sides, plan: Plan) -> str:
         sides.remove_release()
-        step = Step(sides, plan, self.differs)
-        if self.leaves_out("gradients after unscale_") and step.has_late_grads():
-            return "left out"
-        return step.take()
+        return Step(sides, plan, self.differs).take()
 
     def hook(self, sides: Sides, hook: str | None) -> str | None:
         """Returns the hook, unless gradients are so large that their squares may leave float32."""
         grads = [pair.mine.grad for _, pair in sides.with_grads()]
         if any(((grad.abs() > 2.0**50) & grad.isfinite()).any() for grad in grads):
             return None  # torch's side keeps them in float64
-        return None if self.leaves_out("hooks that write gradients") else hook
+        return hook
 
     @rule(
         which=number,
@@ -335,7 +310,6 @@ class Loops(RuleBasedStateMachine):
         if then_update:
             self.scalers_of(sides).update(None)
 
-    @precondition(lambda self: "delegates" not in self.without)
     @rule(which=number)
     def wrapper_step(self, which: int) -> None:
         """Steps an object that derives from torch's class and has copied the optimizer's flag."""
@@ -390,7 +364,6 @@ class Loops(RuleBasedStateMachine):
         scalers.update(None, sides)
         return result
 
-    @precondition(lambda self: "interrupts" not in self.without)
     @rule(which=number, scaled=st.booleans())
     def interrupted_step(self, which: int, scaled: bool) -> None:
         sides = self.sides(which)
@@ -401,7 +374,6 @@ class Loops(RuleBasedStateMachine):
             plan = Plan(scalers if scaled else None, interrupted=True)
             self.did(f"interrupted_step {self.take_step(sides, plan)}")
 
-    @precondition(lambda self: "interrupts" not in self.without)
     @rule(which=number, numbered=number, scaled=st.booleans())
     def refused_step(self, which: int, numbered: int, scaled: bool) -> None:
         """A gradient is sparse, which no kernel takes."""

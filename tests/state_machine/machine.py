@@ -14,7 +14,7 @@ from harness.edge_shapes import F32
 from harness.optimizer_cases import IN_TORCH, counts_steps, swapping, through_a_file
 from harness.transports import ImmediateTransport
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
@@ -143,7 +143,6 @@ class Machine(Releasing):
         for _, pair in sides:
             pair.is_out_of_date = False
 
-    @precondition(lambda self: "converted parameters" not in self.without)
     @rule(
         which=number,
         numbered=number,
@@ -152,8 +151,6 @@ class Machine(Releasing):
     )
     def convert(self, which: int, numbered: int, dtype: str, how: str) -> None:
         sides = self.sides(which)
-        if how == "swapped" and self.leaves_out("swapped tensors"):
-            how = "module.to"
         group, pair = sides.pair(numbered)
         before = pair.mine.dtype
         if pair.is_converted or sides.has_codes():
@@ -252,7 +249,6 @@ class Machine(Releasing):
         sides.pairs[index + 1].insert(0, sides.pairs[index].pop())
         self.did("move_param")
 
-    @precondition(lambda self: "groups as tuples" not in self.without)
     @rule(which=number, numbered=number, how=st.sampled_from([tuple, iter, set]))
     def contain(self, which: int, numbered: int, how: Any) -> None:
         sides = self.sides(which)

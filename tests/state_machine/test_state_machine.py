@@ -28,7 +28,6 @@ short = settings(
 
 @pytest.mark.slow
 def test_any_program_gets_from_torch_and_from_us_the_same_within_rounding():
-    Machine.without = frozenset()
     run_state_machine_as_test(Machine, settings=short)
 
 
