@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
+from harness.list_operations import DESCRIBED
 from harness.optimizer_cases import (
+    CLASSES,
     assert_same_bits,
     give_grads,
     make_params,
     ours,
-    pair,
     params_of,
     train,
 )
@@ -106,28 +108,6 @@ def test_defaults_are_those_of_torch_and_three_more(name):
     for actual, wanted in pairs:
         expected = {key: wanted[key] for key in wanted if key != "params"} | more
         assert {key: actual.get(key, "missing") for key in expected} == expected
-
-
-@cases.each_name
-def test_the_class_is_one_of_torch_and_its_groups_hold_plain_values(name):
-    assert issubclass(ours(name), torch.optim.Optimizer)
-    assert ours(name).__name__ == name
-    for state_dtype in (torch.float32, None):
-        group = ours(name)(make_params(F32), state_dtype=state_dtype).param_groups[0]
-        for key in group.keys() - {"params"}:
-            assert isinstance(group[key], (bool, int, float, str, tuple, type(None))), key
-        assert group["state_dtype"] == ("float32" if state_dtype else None)
-
-
-@cases.each_class
-def test_switches_of_torch_select_nothing(name, options):
-    defaults = ours(name)(make_params(F32)).defaults
-    for switch in {"foreach": True}, {"fused": True}, {"foreach": False}, {"capturable": True}:
-        if not switch.keys() <= defaults.keys():
-            continue
-        switched, plain = pair(name, options, **switch)
-        train([plain, switched], 3)
-        assert_same_bits(switched, plain)
 
 
 def error_of(make: Any) -> tuple[type | None, str]:
@@ -254,3 +234,40 @@ def test_the_docstring_of_a_class_says_what_each_argument_does(name, options):
     arguments = kind.__doc__.partition("Args:\n")[2].partition("\n\n")[0]
     documented = re.findall(r"^        (\w+): \S", arguments, re.MULTILINE)
     assert sorted(documented) == sorted(inspect.signature(kind).parameters)
+
+
+# Every optimizer stands in all places where CONTRIBUTING.md wants a new one.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# A file, and the beginning of the line that it has for every class or every operation. What does
+# not compile without it is not among them.
+PLACES = [
+    ("amp_ext/ops.py", r"def {operation}\("),
+    ("amp_ext/ops.py", r'    "{operation}",$'),
+    ("csrc/include/amp_ext/amp_ext.h", r"using {name} = FusedOptimizer<{name}Options>;$"),
+    ("tests/programs/test_cpp.py", r'    "\S.*": \(\s*"{name}",'),
+    ("tests/harness/list_operations.py", r'    "{operation}": described\('),
+    ("tests/harness/list_operations.py", r'        "\S+": \("{operation}", '),
+    ("tests/harness/list_operations.py", r'        "\S+-dithered": \("{operation}", '),
+    ("tests/harness/optimizer_cases.py", r'    "{name}": Kind\('),
+    ("tests/harness/optimizer_cases.py", r'        \("\S+", "{name}", '),
+    ("CHANGELOG.md", r".*`{name}`"),
+]
+
+
+@pytest.mark.parametrize(("place", "pattern"), PLACES)
+def test_every_optimizer_stands_there(place: str, pattern: str) -> None:
+    names = [{"name": name} for name in CLASSES]
+    if "{operation}" in pattern:
+        names = [{"operation": described.operation} for described in DESCRIBED]
+    text = (ROOT / place).read_text()
+    for words in names:
+        line = f"^{pattern.format(**words)}"
+        assert re.search(line, text, re.MULTILINE), f"{place} lacks a line {line}"
+
+
+def test_every_place_is_in_the_list_for_a_new_optimizer() -> None:
+    steps = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = steps.partition("**An optimizer**")[2].partition("**A number format**")[0]
+    assert [place for place, _ in PLACES if f"`{place}`" not in steps] == []

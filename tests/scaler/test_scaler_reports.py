@@ -197,19 +197,6 @@ def test_scales_that_are_set_are_reported(device):
     assert (exact(scaler).smallest_scale, exact(scaler).largest_scale) == (2.0**-10, 2.0**20)
 
 
-def test_a_look_without_a_scaler_leaves_no_name_behind(device):
-    first, second = (Parameter(torch.zeros(3, device=device)) for _ in range(2))
-    optimizer = amp_ext.optim.SGD([("a", first), ("b", second)], lr=0.1, max_grad_norm=1.0)
-    first.grad, second.grad = torch.full_like(first, torch.nan), torch.ones_like(second)
-    optimizer.step()  # looks by itself
-    scaler = amp_ext.GradScaler(device)
-    scaler.scale(torch.ones((), device=device))
-    first.grad, second.grad = torch.ones_like(first), torch.full_like(second, torch.inf)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.stats(wait=True).last_nonfinite == "b"
-
-
 @pytest.mark.parametrize("found_infs", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_flags_of_several_devices_are_one_step_of_their_optimizer(found_infs, device):
     scaler = amp_ext.GradScaler(device, growth_interval=1)
