@@ -255,21 +255,17 @@ def test_it_is_an_attribute_of_one_optimizer(device):
         one_param(device, norm_guard=guard)
     with pytest.raises(TypeError, match=r"^SGD: norm_guard must be a NormGuard or None, got 6$"):
         optimizer.norm_guard = 6
-    optimizer.norm_guard = guard  # again
     optimizer.norm_guard = None
     step_with(optimizer, 1.0)
     assert optimizer.grad_norm is None
-    assert guard.stats(wait=True).norms == 0
     _, other = one_param(device, norm_guard=guard)
     step_with(other, 1.0)
-    assert guard.stats(wait=True).norms == 1
     del other
     optimizer.norm_guard = guard
-    step_with(optimizer, 2.0)
+    optimizer.norm_guard = guard  # again
     optimizer.load_state_dict(optimizer.state_dict())
     step_with(optimizer, 3.0)
-    assert guard.stats(wait=True).norms == 3
-    assert guard.stats().mean == 2.0
+    assert (guard.stats(wait=True).norms, guard.stats().mean) == (2, 2.0)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])

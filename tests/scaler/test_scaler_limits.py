@@ -73,23 +73,19 @@ class Rules:
 # The rules
 
 
-EACH, EVERY_SECOND = {"growth_interval": 1}, {"growth_interval": 2}
-TWO = {"hysteresis": 2}
-STATIC = EACH | {"dynamic": False}
-AT_THE_LARGEST = {"init_scale": LARGEST, "max_scale": 1e300}
-NEAR_THE_LARGEST = {"init_scale": 2.0**126, "min_scale": 2.0**120}
-
-
+AT_THE_LARGEST = {"init_scale": LARGEST, "max_scale": 1e300, "growth_interval": 1}
+NEAR_THE_LARGEST = {"init_scale": 2.0**126, "min_scale": 2.0**120, "growth_interval": 2}
 SEQUENCES = {
-    "torchs-rules": ({}, "xx.", [2, 1, 1]),
-    "backs-off-to-the-minimum": ({"min_scale": 3.0}, "xxx", [3, 3, 3]),
-    "maximum": (EACH | {"max_scale": 10}, "...x", [8, 10, 10, 5]),
-    "static": (STATIC, "..xx.", [4, 4, 4, 4, 4]),
-    "a-growth-refills": (EVERY_SECOND | TWO, "xx.x..xx", [4, 2, 2, 1, 1, 2, 2, 1]),
-    "nor-a-forbidden-growth": (EACH | TWO | {"max_scale": 4.0}, "x..x", [4, 4, 4, 2]),
-    "a-maximum-above-float32": (EACH | AT_THE_LARGEST, ".", [LARGEST]),
-    "never-zero": ({"backoff_factor": 1e-30, "min_scale": 2**-14}, "xxx", [2**-14] * 3),
-    "near-the-largest": (EVERY_SECOND | NEAR_THE_LARGEST, "....", [2**126, *[2**127] * 3]),
+    "backs-off-to-the-minimum": ({"min_scale": 3.0}, "xxx.", [3, 3, 3, 3]),
+    "maximum": ({"growth_interval": 1, "max_scale": 10}, "...x", [8, 10, 10, 5]),
+    "static": ({"growth_interval": 1, "dynamic": False}, "..xx.", [4, 4, 4, 4, 4]),
+    "refills": (
+        {"growth_interval": 2, "hysteresis": 2},
+        "xx.x..xx",
+        [4, 2, 2, 1, 1, 2, 2, 1],
+    ),
+    "a-maximum-above-float32": (AT_THE_LARGEST, ".", [LARGEST]),
+    "near-the-largest": (NEAR_THE_LARGEST, "....", [2**126, *[2**127] * 3]),
 }
 
 
