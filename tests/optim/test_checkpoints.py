@@ -11,11 +11,9 @@ import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F32, F64
 from harness.optimizer_cases import (
-    GONE,
     assert_same_bits,
     make_params,
     ours,
-    spoiled,
     theirs,
     train,
     trained,
@@ -153,17 +151,14 @@ def test_a_checkpoint_of_adam_leaves_adamw_decoupled():
 def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
     calls: list[str] = []
     source = trained(ours(name)(make_params(BF16), **options))
+    loaded = ours(name)(twins(source), **options)
     source.register_state_dict_pre_hook(lambda opt: calls.append("save-pre"))
     source.register_state_dict_post_hook(
         lambda opt, state_dict: calls.append("save-post") or state_dict | {"note": 5}
     )
-    file = source.state_dict()
-    assert calls == ["save-pre", "save-post"]
-    assert file["note"] == 5
-    loaded = ours(name)(twins(source), **options)
 
     def double_lr(optimizer, state_dict):
-        calls.append("load-pre")
+        calls.append(f"load-pre {state_dict['note']}")
         state_dict = copy.deepcopy(state_dict)
         state_dict["param_groups"][0]["lr"] *= 2
         return state_dict
@@ -174,39 +169,12 @@ def test_hooks_of_state_dicts_run_in_torchs_order(name, options):
 
     loaded.register_load_state_dict_pre_hook(double_lr)
     loaded.register_load_state_dict_post_hook(scan)
-    loaded.load_state_dict(file)
-    assert calls[2:] == ["load-pre", "load-post"]
+    loaded.load_state_dict(source.state_dict())
+    assert calls == ["save-pre", "save-post", "load-pre 5", "load-post"]
     assert loaded.param_groups[0]["lr"] == 2 * options["lr"]
 
 
 # Files that are refused.
-
-
-STEP, EXP_AVG = ["state", 1, "step"], ["state", 1, "exp_avg"]
-STEP_MUST = "step of group 0, param 1 must be"
-IN_RANGE = f"{STEP_MUST} finite and at least 0, got"
-PARAMS_MUST = r"param_groups\[0\]\['params'\] must"
-# Beside those of test_refused_calls.py.
-BAD = {
-    "no-max_exp_avg_sq": (["state", 1, "max_exp_avg_sq"], GONE, "max_exp_avg_sq"),
-    "sparse": (EXP_AVG, torch.Tensor.to_sparse, "exp_avg"),
-    "master-shape": (["state", 1, "master_param"], lambda old: old[:-1], "master_param"),
-    "step-huge": (STEP, 10**400, f"{IN_RANGE} 1000"),
-    "step-complex": (STEP, torch.tensor(1 + 2j), rf"{STEP_MUST} one number, got \(1\+2j\)"),
-    "params-keys": (
-        ["param_groups", 0, "params"],
-        [[0]] * 5,
-        f"{PARAMS_MUST} have keys of state, got list",
-    ),
-}
-
-
-@pytest.mark.parametrize(("path", "new", "words"), rows(BAD))
-def test_a_bad_checkpoint_is_refused_before_anything_changes(path, new, words):
-    target = trained(ours("Adam")(make_params(BF16), lr=0.1, amsgrad=True))
-    source = trained(ours("Adam")(twins(target), lr=0.2, amsgrad=True))
-    file = spoiled(source.state_dict(), path, new)
-    cases.assert_refused(target, file, (ValueError, RuntimeError, KeyError), words)
 
 
 NO_DICTS = {

@@ -32,6 +32,7 @@ from harness.optimizer_cases import (
     twins,
 )
 from harness.reference import assert_close, same_bits
+from harness.rows import rows
 
 from amp_ext.optim.options import CONFIGURED_OPTIONS
 
@@ -89,24 +90,16 @@ def test_a_file_of_another_class_of_ours_is_refused(package, name):
         refused(target_of(name), source.state_dict(), words)
 
 
+LATER = ["decoupled_weight_decay", "capturable", "differentiable", "maximize", "foreach"]
+
+
 @pytest.mark.parametrize("foreign", ["NAdam", "RAdam", "Adamax"])
-@pytest.mark.parametrize(
-    "later",
-    [
-        pytest.param(["decoupled_weight_decay"], id="before-decoupled-decay"),
-        pytest.param(
-            ["decoupled_weight_decay", "capturable", "differentiable", "maximize", "foreach"],
-            id="first-release",
-        ),
-    ],
-)
+@pytest.mark.parametrize("later", [LATER[:1], LATER], ids=["before-decoupling", "first-release"])
 def test_files_of_older_releases_are_told_apart_from_adams(foreign, later):
     file = file_of(foreign, steps=2)
-    for group in file["param_groups"]:
-        for key in later:
-            group.pop(key, None)
-    if foreign == "RAdam":  # while Adamax had 'capturable', RAdam had decoupled decay
-        file["param_groups"][0].pop("capturable", None)
+    # While Adamax had 'capturable', RAdam had decoupled decay.
+    for key in [*later, "capturable"] if foreign == "RAdam" else later:
+        file["param_groups"][0].pop(key, None)
     refused(target_of("Adam"), file, r"param_groups\[0\] must have \['amsgrad'\], got")
 
 
@@ -150,24 +143,15 @@ def test_keys_that_a_group_of_the_optimizer_has_are_kept_in_any_file():
 
 # Options that torch's classes got over the years.
 
-OLDER = [
-    pytest.param(
-        "SGD",
-        ["nesterov", "maximize", "foreach", "differentiable", "fused"],
-        {"maximize": True, "momentum": 0.9},
-        id="sgd-first-release",
-    ),
-    pytest.param("Adam", ["maximize"], {"maximize": True}, id="adam-maximize"),
-    pytest.param(
-        "AdamW",
-        ["maximize", "foreach", "capturable", "decoupled_weight_decay"],
-        {"weight_decay": 0.1},
-        id="adamw-before-it-was-an-adam",
-    ),
-]
+DECOUPLED = {"decoupled_weight_decay": True, "weight_decay": 0.1}
+OLDER = {
+    "sgd": ("SGD", ["nesterov", "maximize", "foreach", "fused"], {"maximize": True}),
+    "adam": ("Adam", ["maximize", "decoupled_weight_decay"], {"maximize": True, **DECOUPLED}),
+    "adamw": ("AdamW", ["maximize", "decoupled_weight_decay"], {"weight_decay": 0.1}),
+}
 
 
-@pytest.mark.parametrize(("name", "lacking", "options"), OLDER)
+@pytest.mark.parametrize(("name", "lacking", "options"), rows(OLDER))
 def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lacking, options):
     """Not what the target was made with, which is the opposite where it matters."""
     momentum = MOMENTUM.get(name, {})
@@ -175,6 +159,7 @@ def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lack
     file = other.state_dict()
     for key in lacking:
         del file["param_groups"][0][key]
+    options = options | momentum
     both = [package(name)(twins(params_of(other)), lr=7.0, **options) for package in (ours, theirs)]
     for optimizer in both:
         optimizer.load_state_dict(copy.deepcopy(file))

