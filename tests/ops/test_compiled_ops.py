@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch
 from harness.edge_shapes import F16, F32, F64
 from harness.engine_results import CLIPPED
 from harness.list_operations import (
-    ALL_BUFFERS,
     BUFFERS,
     FEW_STEPS,
     IN_FLOAT,
-    OF_OPTIONS,
     OPERATIONS,
     STEP,
     WITH_MASTERS,
@@ -53,18 +50,6 @@ def call_of_step(operation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = tuple(lists[each.name] for each in parameters if each.kind is not each.KEYWORD_ONLY)
     needs = {each.name for each in parameters if each.default is each.empty}
     return args, {name: numbers[name] for name in numbers if name in needs}
-
-
-def absent_lists(operation: str) -> list[str]:
-    """Returns the names of the lists that its right call does without."""
-    parameters = inspect.signature(getattr(ops, operation)).parameters.values()
-    return [
-        each.name
-        for each in parameters
-        if each.kind is each.KEYWORD_ONLY
-        and each.annotation == "Sequence[Tensor] | None"
-        and each.name != "exponents"
-    ]
 
 
 # A right call of each operation: all that has no default.
@@ -132,28 +117,6 @@ def test_what_the_operator_of_a_step_declares_is_what_it_does(operation, options
     assert_declares_what_it_does(lambda: run(operation, lists, **options, **given))
 
 
-def wrong_calls() -> Iterator[Any]:
-    """Yields operation, positional arguments, the others, and a part of the error's text."""
-    for name in BUFFERS:
-        args, options = CALLS[name]
-        for argument in absent_lists(name):
-            needed = ALL_BUFFERS[name] if argument in BUFFERS[name] else {}
-            text = f"{name}: {argument} must have 3 tensors, one for each of params, got 0"
-            yield name, args, {**options, **needed, argument: []}, text
-    for name, argument, option in OF_OPTIONS:
-        args, options = CALLS[name]
-        text = f"{name}: {argument} must be given if and only if {option} is not 0, got {option} 0."
-        yield name, args, {**options, argument: []}, text
-
-
-def run_both(name: str, args: Any, options: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    """Yields a call, and the same one as a compiled function."""
-    call = partial(getattr(ops, name), *copy.deepcopy(args), **copy.deepcopy(options))
-    yield call
-    torch._dynamo.reset()
-    yield torch.compile(lambda: call(), backend="aot_eager", fullgraph=True)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
     operation = getattr(ops, name)
@@ -173,13 +136,6 @@ def test_compiled_and_plain_calls_give_the_same_bits(name: str, device) -> None:
         found.append([t for t in tree_leaves([args, options, result]) if isinstance(t, Tensor)])
     assert len(found[0]) > 0
     assert all(map(same_bits, *found))
-
-
-@pytest.mark.parametrize(("name", "args", "options", "text"), [*wrong_calls()])
-def test_a_wrong_call_is_refused_when_compiled(name, args, options, text):
-    for call in run_both(name, args, options):
-        with pytest.raises(RuntimeError, match=re.escape(text)):
-            call()
 
 
 def trained(compiled: str, make_optimizer: Any) -> list[Tensor]:

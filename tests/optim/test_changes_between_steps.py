@@ -215,16 +215,6 @@ def test_the_first_step_without_a_momentum_buffer_is_not_dampened(drop, loads, d
                 optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_the_first_step_with_momentum_is_not_dampened_whatever_has_been_counted() -> None:
-    param = Parameter(torch.zeros(3))
-    optimizer = ours("SGD")([param], lr=1.0, dampening=0.5, state_dtype=BF16)
-    for momentum, wanted in ((0.0, -1.0), (0.0, -2.0), (0.5, -3.0), (0.5, -4.0), (0.5, -5.0)):
-        optimizer.param_groups[0]["momentum"] = momentum
-        param.grad = torch.ones(3)
-        optimizer.step()
-        assert torch.equal(param.detach(), torch.full((3,), wanted))
-
-
 @pytest.mark.parametrize("which", ["param", "grad", "momentum_buffer", "master_param"])
 def test_a_tensor_without_its_storage_is_refused(which: str) -> None:
     params = [Parameter(torch.ones(4, dtype=BF16)) for _ in range(2)]

@@ -220,8 +220,6 @@ def test_a_lazy_parameter_is_refused_by_name_before_any_state_is_made(method):
 
 PREFIXES = {
     "same": "{}",
-    "parallel": "module.{}",
-    "compiled": "_orig_mod.{}",
     "both": "module._orig_mod.{}",
     "inside": "blocks._orig_mod.0.module.{}",
     "recomputed": "_checkpoint_wrapped_module.{}",

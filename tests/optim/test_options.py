@@ -285,20 +285,16 @@ HALF_AND_SPLIT = {"master_weights": "split8", "state_dtype": None}
 @cases.each_class
 def test_float16_moments_beside_a_split_master_are_refused_by_both_options(name, options):
     words = (
-        rf"^{name}: state_dtype of group %d must be torch.float32 or torch.bfloat16 for parameters "
-        r"in torch.float16 with master_weights='split8', got None$"
+        r"state_dtype of (group 1|param_groups\[0\]) must be torch.float32 or torch.bfloat16 for "
+        r"parameters in torch.float16 with master_weights='split8', got None$"
     )
     halves = make_params(F16)
     optimizer = ours(name)(make_params(BF16), **options, **HALF_AND_SPLIT)
-    with pytest.raises(ValueError, match=words % 1):
+    with pytest.raises(ValueError, match=rf"^{name}: {words}"):
         optimizer.add_param_group({"params": halves})
     loaded = ours(name)(cases.twins(halves), **options)
     loaded.param_groups[0].update(HALF_AND_SPLIT)
-    give_grads(loaded)
-    for call in (loaded.init_state, loaded.master_params, loaded.step):
-        with pytest.raises(ValueError, match=words % 0):
-            call()
-    with pytest.raises(ValueError, match=r"load_state_dict: state_dtype of param_groups\[0\] must"):
+    with pytest.raises(ValueError, match=rf"^{name}.load_state_dict: {words}"):
         loaded.load_state_dict(ours(name)(halves, **options, state_dtype=None).state_dict())
     if name == "SGD":  # without momentum it has none
         cases.train([ours(name)(halves, **HALF_AND_SPLIT)])
@@ -343,7 +339,6 @@ CONTAINERS = {
     "tuple": tuple,
     "deque": collections.deque,
     "module": torch.nn.ParameterList,
-    "keys": lambda params: dict.fromkeys(params).keys(),
     "values": lambda params: dict(enumerate(params)).values(),
 }
 

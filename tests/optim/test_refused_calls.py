@@ -291,6 +291,10 @@ ASSERTION_ERRORS: list[Row] = [
 ]
 RUNTIME_ERRORS: list[Row] = [
     (
+        "`fused` and `foreach` cannot be `True` together.",
+        optimizer("Adam", fused=True, foreach=True),
+    ),
+    (
         "The source state dict is empty, possibly because it was saved from a disabled instance "
         "of GradScaler.",
         scaler(("load_state_dict", {})),
@@ -358,6 +362,7 @@ VALUE_ERRORS: list[Row] = [
     ),
     ("Invalid learning rate: nan", optimizer("SGD", lr=NAN)),
     ("Tensor lr must be 1-element", optimizer("Adam", lr=torch.ones(2))),
+    ("betas must be either both floats or both Tensors", optimizer("Lion", betas=(0, 0.9))),
     *(
         (
             "Nesterov momentum requires a momentum and zero dampening",

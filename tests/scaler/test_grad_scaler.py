@@ -116,24 +116,6 @@ def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
 # State dict, pickle, copy
 
 
-BOTH = amp_ext.GradScaler, TorchScaler
-
-
-@pytest.mark.parametrize(("saved", "loading"), [BOTH, BOTH[::-1]], ids=["from-ours", "from-torchs"])
-def test_state_dicts_travel_between_ours_and_torchs_through_a_file(saved, loading):
-    source = ready(scaler_class=saved, init_scale=0.1, growth_factor=3.0, growth_interval=5)
-    source._growth_tracker.fill_(2)
-    state = source.state_dict()
-    assert list(state) == list(TorchScaler("cpu").state_dict())
-    assert {type(value) for value in state.values()} == {float, int}
-    for target in (loading("cpu"), ready(scaler_class=loading)):
-        target.load_state_dict(cases.through_a_file(state, weights_only=True) | {"of_later": 1})
-        assert target.state_dict() == state
-        target.scale(torch.ones(()))
-        actual = described([target._scale, target._growth_tracker])
-        assert actual == described([source._scale, source._growth_tracker])
-
-
 # The disabled scaler
 
 
