@@ -142,11 +142,6 @@ class OptimizerDescription:
         return str(getattr(ops, self.hyperparameters).operation)
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the hyperparameters of the formula."""
-        return tuple(getattr(ops, self.hyperparameters).fields)
-
-    @property
     def buffers(self) -> tuple[ops.BufferDescription, ...]:
         """The buffers of the formula, in its order."""
         found: tuple[ops.BufferDescription, ...] = getattr(ops, self.hyperparameters).buffers

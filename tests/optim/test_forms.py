@@ -45,7 +45,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext import ops
 from amp_ext.optim import AdamW, float32_state_dict
 
 # Moments in 8 bits have groups in the first two; the others are small, of rows that 32 does not
@@ -466,16 +465,6 @@ def test_another_layout_keeps_the_moments(name, options, first, second, through,
 # Checkpoints.
 
 
-def test_codes_are_decoded_before_their_second_moments_get_narrow():
-    param = Parameter(torch.zeros(64, 64, dtype=torch.float16))
-    saved = AdamW([param], state_dtype="8bit-bf16")
-    param.grad = torch.full_like(param, 1e-4)
-    saved.step()
-    loaded = AdamW([param], state_dtype=None)
-    loaded.load_state_dict(saved.state_dict())
-    assert (loaded.state[param]["exp_avg"] > 0).all()
-
-
 def test_a_moment_that_is_decoded_has_the_layout_of_its_parameter():
     param = Parameter(torch.randn(8, 16, 4, 4))
     saved = AdamW([param], state_dtype="8bit")
@@ -487,85 +476,7 @@ def test_a_moment_that_is_decoded_has_the_layout_of_its_parameter():
     assert loaded.state[last]["exp_avg_sq"].stride() == last.stride()
 
 
-# How optimizers round what they store in 16 bits: dithered, or to nearest as torch does.
-
-
-# Of each class, with first moments that are dithered, and all others.
-SLOW = {"Adam": {"betas": (0.99, 0.999)}, "Lion": {}, "SGD": {"momentum": 0.99, "nesterov": True}}
-ROUNDED_SETTINGS = [
-    *cases.OPTIMIZERS,
-    *rows({f"{name}-slow": (name, own) for name, own in SLOW.items()}),
-]
-each_rounded_setting = pytest.mark.parametrize(("name", "options"), ROUNDED_SETTINGS)
-# What is stored in 16 bits, and whether rounding=None dithers it.
-NARROW: dict[str, tuple[dict[str, Any], bool]] = {
-    "states": ({"state_dtype": BF16}, True),
-    "parameters": ({"master_weights": False}, True),
-    "both": ({"master_weights": False, "state_dtype": BF16}, True),
-    "as-torch": ({"master_weights": False, "state_dtype": None}, False),
-    "states-as-torch": ({"state_dtype": None}, False),
-    "nothing": ({}, False),
-}
-narrow = pytest.mark.parametrize(("stored", "dithers"), rows(NARROW))
-of_16_bits = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-
-
-class Lists:
-    """Steps parameters by the operation over lists that an optimizer should take.
-
-    Args:
-        optimizer: Just made; the lists start from copies of what it has.
-        dither: Of the operation.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, dither: bool) -> None:
-        optimizer = copy.deepcopy(optimizer)
-        optimizer.init_state()
-        (self.group,) = optimizer.param_groups
-        self.params = self.group["params"]
-        states = [optimizer.state[param] for param in self.params]
-        steps = [state.get("step", torch.zeros(())) for state in states]
-        self.lists: dict[str, Any] = {"steps": steps}
-        for name in optimizer.state_spec_of(self.group).names:
-            self.lists[f"{name}s"] = [state[name] for state in states]
-        if "master_param" in states[0]:
-            self.lists["master_params"] = [state["master_param"] for state in states]
-        own = optimizer.description
-        self.operation = getattr(ops, own.operation)
-        self.options = {name: self.group[name] for name in own.fields if name in self.group}
-        if "betas" in self.group:
-            betas = enumerate(self.group["betas"], 1)
-            self.options |= {f"beta{number}": beta for number, beta in betas}
-        self.options |= {"lr": self.group["lr"], "dither": dither}
-
-    def step(self, grads: list[Tensor]) -> None:
-        params = [param.detach() for param in self.params]
-        self.operation(params, grads, **self.lists, **self.options)
-
-    def assert_same(self, optimizer: torch.optim.Optimizer) -> None:
-        for index, param in enumerate(params_of(optimizer)):
-            assert same_bits(param, self.params[index])
-            for name, value in optimizer.state[param].items():
-                assert same_bits(value, self.lists[f"{name}s"][index]), name
-
-
-@pytest.mark.parametrize("rounding", [None, "dither", "nearest"])
-@of_16_bits
-@narrow
-@each_rounded_setting
-def test_steps_are_those_of_the_list_operation(name, options, stored, dithers, dtype, rounding):
-    optimizer = ours(name)(
-        make_params(dtype, shapes=SHAPES), **options, **stored, rounding=rounding
-    )
-    by_list = Lists(optimizer, rounding == "dither" or (rounding is None and dithers))
-    for _ in range(3):
-        give_grads(optimizer)
-        by_list.step([param.grad.clone() for param in params_of(optimizer)])
-        optimizer.step()
-    by_list.assert_same(optimizer)
-
-
-# Groups, counters and checkpoints.
+# Counters of what is dithered.
 
 
 @pytest.mark.parametrize(("name", "first"), [("Lion", 0.0), ("SGD", 1.0)])
