@@ -349,9 +349,6 @@ def test_memory_that_cannot_be_written_can_be_checked_clipped_and_stepped(run_mo
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 
-# The looks at gradients: check_finite_, its sum of squares, unscale_ and counts.
-
-
 # The flags.
 
 

@@ -178,12 +178,16 @@ def test_empty_lists_are_nothing_to_do_and_empty_tensors_count(device, operation
 
 
 @cases.few_steps_and_updates
-def test_written_tensors_get_a_new_version_and_gradients_none(device, operation, options):
-    lists = cases.build(operation, options, [(5,)], cases.WITH_MASTERS, device)
-    before = {name: tensors[0]._version for name, tensors in lists.items()}
-    cases.run(operation, lists, **options)
-    for name, (tensor,) in lists.items():
-        assert (tensor._version > before[name]) == (name != "grads"), name
+def test_written_tensors_get_a_new_version_and_gradients_that_are_written_back(
+    device, operation, options
+):
+    for writes_back in (False, True) if cases.OPERATIONS[operation].has_scaler else (False,):
+        lists = cases.build(operation, options, [(5,)], cases.WITH_MASTERS, device)
+        more = {"max_grad_norm": 1e-3, "write_back_grads": True} if writes_back else {}
+        before = {name: tensors[0]._version for name, tensors in lists.items()}
+        cases.run(operation, lists, **more, **options)
+        for name, (tensor,) in lists.items():
+            assert (tensor._version > before[name]) == (name != "grads" or writes_back), name
 
 
 # Layouts: the bits of contiguous tensors, and no other memory written.

@@ -198,9 +198,6 @@ def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
     assert not mixed.state.get(frozen)
 
 
-# Layouts and dtypes of what a step reads.
-
-
 # What is replaced or written between steps.
 
 
@@ -225,7 +222,7 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
         assert_same_bits(actual, expected)
 
 
-# Under a scaler.
+# Docstrings.
 
 
 @cases.each_class

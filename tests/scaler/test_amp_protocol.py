@@ -292,9 +292,6 @@ def test_a_closure_by_place_computes_the_gradients_of_torchs_plain_optimizers(de
     assert values(optimizer) == [0.0] * 3
 
 
-# Copies.
-
-
 # Which gradients a scaler knows to be unscaled: once, whoever asks, and no others.
 
 

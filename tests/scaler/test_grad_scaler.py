@@ -113,9 +113,6 @@ def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
         return type(error), str(error)
 
 
-# State dict, pickle, copy
-
-
 # The disabled scaler
 
 
@@ -231,9 +228,6 @@ def test_the_scale_and_the_counter_stay_where_they_are(device):
     assert scaler._growth_tracker is tensors[1]
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     assert [tensor.item() for tensor in tensors] == [32, 1]
-
-
-# What it does with gradients and optimizers: unscale, look, step.
 
 
 # unscale_
