@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -246,31 +247,31 @@ def test_an_object_that_shows_the_flag_of_an_optimizer_it_hides_is_unscaled(make
     assert not has_leftovers(optimizer)
 
 
-def assert_closure_is_refused(step: Any, optimizer: Any) -> None:
-    calls: list[int] = []
-    with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradSc"):
-        step(lambda: calls.append(1))
-    assert (values(optimizer), calls) == ([1.0] * 3, [])
+def itself(optimizer: Any) -> Any:
+    return optimizer
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, cases.Delegating])
-@cases.over([plain_sgd, cases.our_adamw_with_norm, fused_sgd])
-def test_a_closure_by_place_is_refused_as_one_by_name(make, wrap, unscale, device):
+BY_PLACE = [
+    *itertools.product(
+        [amp_ext.GradScaler],
+        [plain_sgd, cases.our_adamw_with_norm, fused_sgd],
+        [itself, cases.Delegating],
+        [False, True],
+    ),
+    *((TorchScaler, make, itself, False) for make in (cases.our_sgd, cases.our_adam)),
+]
+
+
+@pytest.mark.parametrize(("scaler_class", "make", "wrap", "unscale"), BY_PLACE)
+def test_a_closure_by_place_is_refused_as_one_by_name(scaler_class, make, wrap, unscale, device):
     """Its gradients would be checked by nobody, and divided by a scale that they don't carry."""
-    optimizer, scaler = filled(4.0, device, make), ready(device)
+    optimizer, scaler, calls = filled(4.0, device, make), ready(device, scaler_class), []
     if unscale:
         scaler.unscale_(optimizer)
-    assert_closure_is_refused(partial(scaler.step, wrap(optimizer)), optimizer)
+    with pytest.raises(RuntimeError, match=r"^Closure use is not currently supported if GradSc"):
+        scaler.step(wrap(optimizer), lambda: calls.append(1))
+    assert (values(optimizer), calls) == ([1.0] * 3, [])
     scaler.step(wrap(optimizer))
-    assert values(optimizer) != [1.0] * 3
-
-
-@cases.our_optimizers
-def test_our_optimizers_refuse_a_closure_by_place_under_torchs_scaler(make, device):
-    optimizer, scaler = filled(4.0, device, make), ready(device, TorchScaler)
-    assert_closure_is_refused(partial(scaler.step, optimizer), optimizer)
-    scaler.step(optimizer)
     assert values(optimizer) != [1.0] * 3
 
 
