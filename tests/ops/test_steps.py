@@ -298,6 +298,14 @@ def test_the_norm_keeps_its_range_beside_infinite_elements(device, size):
     cases.assert_is_the_formula("sgd_", lists, before, **options)
 
 
+@pytest.mark.parametrize(("size", "limit"), [(1e60, 1.0), (1e38, 1e30), (1e30, 1e-30)])
+def test_norms_and_coefficients_of_float64_may_be_no_float32(size, limit, device):
+    grad = torch.randn(70, dtype=F64, device=device) * size
+    param = torch.zeros_like(grad)
+    ops.sgd_([param], [grad], lr=1.0, max_grad_norm=limit)
+    torch.testing.assert_close(param, -grad * (limit / grad.norm()), rtol=1e-13, atol=0)
+
+
 def test_a_norm_too_large_for_float64_clips_finite_elements_to_zero_as_torch_does(device):
     param = torch.ones(4, dtype=F64, device=device)
     grad = torch.tensor([1e300, 1.0, INF, NAN], dtype=F64, device=device)
