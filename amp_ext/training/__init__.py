@@ -1,7 +1,6 @@
 """Trains models in mixed precision with one call per batch, and helps to choose a precision."""
 
 from amp_ext.training.config import MixedPrecisionConfig, create_fp16_grad_scaler
-from amp_ext.training.metrics import StepMetrics
 from amp_ext.training.precision import (
     PrecisionBenchmark,
     PrecisionChoice,
@@ -9,7 +8,7 @@ from amp_ext.training.precision import (
     benchmark_precision,
     choose_precision,
 )
-from amp_ext.training.trainer import MixedPrecisionTrainer
+from amp_ext.training.trainer import MixedPrecisionTrainer, StepMetrics
 
 __all__ = [
     "MixedPrecisionConfig",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
-from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.plain_numbers import is_count, is_number, plain
 from amp_ext.scaler import GradScaler
 
@@ -29,7 +27,7 @@ class MixedPrecisionConfig:
 
     Attributes:
         precision: Precision of the model's computations: "bf16", "fp16" (with a loss scale) or
-            "fp32". A torch dtype or its name is converted to one of the three.
+            "fp32".
         initial_loss_scale: Loss scale of the first step. It and the next four settings apply to
             fp16, and the :class:`~amp_ext.GradScaler` checks them.
         growth_interval: Number of steps without an overflow after which the loss scale grows.
@@ -39,17 +37,14 @@ class MixedPrecisionConfig:
         max_grad_norm: Largest norm of all unscaled gradients together, 0 or more. ``math.inf``
             measures the norm without clipping; None does neither.
         gradient_accumulation_steps: Number of batches per optimizer step, 1 or more.
-        norm_guard: Dict of the arguments of the :class:`amp_ext.optim.NormGuard` for the optimizer;
-            {} for its defaults, None for no guard.
         average_decay: Decay per step of an average of the weights, from 0 to 1, or "equal"; None
             for no average. Needs an optimizer of ``amp_ext.optim``.
 
     Raises:
-        TypeError: If ``norm_guard`` is not a dict.
-        ValueError: If another setting is out of range.
+        ValueError: If the precision, the norm or the number of batches is out of range.
     """
 
-    precision: Precision | str | torch.dtype = "bf16"
+    precision: Precision = "bf16"
     initial_loss_scale: float = 65536.0
     growth_interval: int = 2000
     growth_factor: float = 2.0
@@ -57,41 +52,27 @@ class MixedPrecisionConfig:
     min_scale: float | None = SMALLEST_SCALE
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int = 1
-    norm_guard: Mapping[str, Any] | None = field(default=None, hash=False)
     average_decay: float | str | None = None
 
     def __post_init__(self) -> None:
         """Converts numpy numbers to Python numbers, and checks settings that no scaler checks."""
         for each in fields(self):
             object.__setattr__(self, each.name, plain(getattr(self, each.name)))
-        dtype_names = {str(dtype).removeprefix("torch."): name for name, dtype in _DTYPES.items()}
-        given = str(self.precision).removeprefix("torch.")
-        object.__setattr__(self, "precision", dtype_names.get(given, self.precision))
         norm, batches = self.max_grad_norm, self.gradient_accumulation_steps
-        decay: Any = self.average_decay
         is_norm = norm is None or (is_number(norm) and norm >= 0)
-        is_decay = decay in (None, "equal") or (is_number(decay) and 0 <= decay <= 1)
         for name, fits, wanted in (
             ("precision", self.precision in [*_DTYPES], "'fp32', 'bf16' or 'fp16'"),
             ("max_grad_norm", is_norm, "0 or more, or None"),
             ("gradient_accumulation_steps", is_count(batches), "an int of 1 or more"),
-            ("average_decay", is_decay, 'from 0 to 1, "equal" or None'),
         ):
             if not fits:
                 got = getattr(self, name)
                 raise ValueError(f"MixedPrecisionConfig: {name} must be {wanted}, got {got!r}")
-        if self.norm_guard is not None:
-            NormGuard(**self.norm_guard)  # raises if an argument is invalid
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision as a torch dtype."""
         return _DTYPES[self.precision]
-
-    @property
-    def needs_scaler(self) -> bool:
-        """True if the precision is fp16, in which gradients vanish without a loss scale."""
-        return self.precision == "fp16"
 
 
 def create_fp16_grad_scaler(device: torch.device | str | None = None, **options: Any) -> GradScaler:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp_ext.optim import AdamW
 from amp_ext.text_table import format_table
 from amp_ext.training.config import MixedPrecisionConfig, Precision
-from amp_ext.training.trainer import MixedPrecisionTrainer, loss_in
+from amp_ext.training.trainer import MixedPrecisionTrainer
 
 _FP16_RANGE = "float16 ends at 65504 and loses gradients below 6e-8, hence the loss scale."
 _BF16_RANGE = "bfloat16 has the range of float32, so that no loss scale is needed."
@@ -28,16 +28,12 @@ class PrecisionChoice:
 
     Attributes:
         precision: "fp32", "bf16" or "fp16", as for :class:`~amp_ext.training.MixedPrecisionConfig`.
+            "fp16" needs a gradient scaler, which the trainer makes by itself.
         reason: The reason, in one or more sentences.
     """
 
     precision: Precision
     reason: str
-
-    @property
-    def needs_scaler(self) -> bool:
-        """Whether to train with a gradient scaler; the trainer makes one by itself."""
-        return self.precision == "fp16"
 
 
 def choose_precision(model: nn.Module, device: torch.device | str | None = None) -> PrecisionChoice:
@@ -50,18 +46,16 @@ def choose_precision(model: nn.Module, device: torch.device | str | None = None)
 
     Args:
         model: The model, which is not changed.
-        device: Device to train on; None takes the device of the model's first parameter.
+        device: Device to train on; None takes the device of the model's first parameter, or the CPU
+            for a model without parameters.
 
     Returns:
         The choice, with its reason.
-
-    Raises:
-        ValueError: If ``device`` is None and the model has no parameters.
     """
     params = list(model.parameters())
-    if device is None and not params:
-        raise ValueError("choose_precision: device must be given for a model without parameters")
-    device = torch.device(params[0].device if device is None else device)
+    if device is None:
+        device = params[0].device if params else "cpu"
+    device = torch.device(device)
     dtypes = {param.dtype for param in params if param.requires_grad}
     dtypes = dtypes or {param.dtype for param in params}
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -94,7 +88,6 @@ class PrecisionTiming:
         precision: "fp32", "bf16" or "fp16".
         seconds_per_step: Time of a training step (forward, backward, optimizer), the median of
             three runs; None if the precision failed.
-        samples_per_second: Throughput; None if the precision failed or the batch size is unknown.
         peak_memory_bytes: Peak memory of parameters, gradients, states and activations, without
             memory that was allocated before; None if the precision failed or the device is not
             CUDA, since other allocators report no peak.
@@ -103,7 +96,6 @@ class PrecisionTiming:
 
     precision: Precision
     seconds_per_step: float | None = None
-    samples_per_second: float | None = None
     peak_memory_bytes: int | None = None
     error: str | None = None
 
@@ -114,35 +106,24 @@ class PrecisionBenchmark:
 
     Attributes:
         device: Name of the device.
-        samples: Batch size, the first dimension of the first input tensor that has dimensions; None
-            if there is no such tensor.
-        steps: Number of steps in each of the three runs.
         rows: The timing of each precision, in the order of ``precisions``.
     """
 
     device: str
-    samples: int | None
-    steps: int
     rows: tuple[PrecisionTiming, ...]
 
     def __str__(self) -> str:
         """Returns the table as text."""
         times = [row.seconds_per_step for row in self.rows if row.seconds_per_step is not None]
-        table = [["precision", "ms a step", "samples/s", "speed-up", "peak memory, MiB"]]
+        table = [["precision", "ms a step", "speed-up", "peak memory, MiB"]]
         for row in self.rows:
-            speed, peak = row.samples_per_second, row.peak_memory_bytes
-            cells = ["failed", "", "", ""]
-            if row.seconds_per_step is not None:
-                cells = [
-                    f"{1e3 * row.seconds_per_step:.3g}",
-                    "-" if speed is None else f"{speed:,.1f}",
-                    f"{times[0] / row.seconds_per_step:.2f}",
-                    "-" if peak is None else f"{peak / 2**20:,.1f}",
-                ]
-            table.append([row.precision, *cells])
+            seconds, peak = row.seconds_per_step, row.peak_memory_bytes
+            measured = "failed" if seconds is None else f"{1e3 * seconds:.3g}"
+            speed_up = "-" if seconds is None else f"{times[0] / seconds:.2f}"
+            memory = "-" if peak is None else f"{peak / 2**20:,.1f}"
+            table.append([row.precision, measured, speed_up, memory])
         errors = [f"{row.precision}: {row.error}" for row in self.rows if row.error]
-        title = f"{self.device}, {self.samples or '?'} samples a step"
-        return "\n".join([title, format_table(table), *errors])
+        return "\n".join([self.device, format_table(table), *errors])
 
 
 def benchmark_precision(
@@ -151,7 +132,7 @@ def benchmark_precision(
     *,
     targets: Any = None,
     loss_function: Callable[..., Tensor] | None = None,
-    precisions: Sequence[Precision | str | torch.dtype] = ("fp32", "fp16", "bf16"),
+    precisions: Sequence[Precision] = ("fp32", "fp16", "bf16"),
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = AdamW,
     steps: int = 10,
 ) -> PrecisionBenchmark:
@@ -167,8 +148,8 @@ def benchmark_precision(
         inputs: Inputs for :meth:`~amp_ext.training.MixedPrecisionTrainer.train_step`.
         targets: Targets for ``train_step``, or None.
         loss_function: Function of the output, and of the targets if there are any. None takes the
-            loss in the output, or else the mean square of its floating-point tensors, since the
-            choice of the loss hardly changes the time.
+            mean square of the floating-point tensors in the output, since the choice of the loss
+            hardly changes the time.
         precisions: Precisions to measure, in this order. The table shows speed-ups over the first
             one that works.
         optimizer: Function that creates an optimizer from parameters.
@@ -178,24 +159,20 @@ def benchmark_precision(
         The timings. If a precision fails, its timing has the error.
 
     Raises:
-        ValueError: If a precision is unknown, or ``targets`` are given without a loss function.
+        ValueError: If a precision is unknown.
 
     Example:
         >>> print(benchmark_precision(model.cuda(), torch.randn(64, 784, device="cuda")))
     """
-    if targets is not None and loss_function is None:
-        raise ValueError("benchmark_precision: loss_function must be given with targets, got None")
-    # Each config normalizes the spelling of its precision.
     configs: list[Any] = [MixedPrecisionConfig(p, initial_loss_scale=1024.0) for p in precisions]
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    samples = next((len(tensor) for tensor in _tensors(inputs) if tensor.ndim), None)
     from torch.utils.benchmark import Timer  # imported here because it loads slowly
 
     is_cuda = device.type == "cuda"
 
     def seconds_per_step(config: MixedPrecisionConfig) -> float:
         trained, batch = copy.deepcopy(model).train(), copy.deepcopy((inputs, targets))
-        stepped, loss = optimizer(trained.parameters()), loss_function or _any_loss
+        stepped, loss = optimizer(trained.parameters()), loss_function or _mean_square
         trainer = MixedPrecisionTrainer(trained, stepped, config, loss_function=loss)
         names = {"step": trainer.train_step, "batch": batch}
         timer = Timer("step(*batch)", globals=names, num_threads=torch.get_num_threads())
@@ -210,29 +187,21 @@ def benchmark_precision(
             before = torch.cuda.memory_allocated(device) if is_cuda else 0
             try:
                 seconds = seconds_per_step(config)
-                speed = None if samples is None else samples / seconds
                 peak = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
-                rows.append(PrecisionTiming(config.precision, seconds, speed, peak))
+                rows.append(PrecisionTiming(config.precision, seconds, peak))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 rows.append(PrecisionTiming(config.precision, error=text))
             gc.collect()  # frees the model copy before the next precision is measured
     name = torch.cuda.get_device_name(device) if is_cuda else device.type
-    return PrecisionBenchmark(name, samples, steps, tuple(rows))
+    return PrecisionBenchmark(name, tuple(rows))
 
 
-def _any_loss(output: Any) -> Tensor:
-    """Returns the loss in a model's output, or the mean square of its floating-point tensors."""
-    loss = loss_in(output)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        squares = [t.float().square().mean() for t in _tensors(output) if t.is_floating_point()]
-        if not squares:
-            raise ValueError(
-                "benchmark_precision: loss_function must be given for a model whose output is "
-                f"{type(output).__name__}"
-            )
-        loss = torch.stack(squares).sum()
-    return loss
+def _mean_square(output: Any, targets: Any = None) -> Any:
+    """Returns the mean square of the floating-point tensors in a model's output."""
+    return sum(
+        each.float().square().mean() for each in _tensors(output) if each.is_floating_point()
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -4,31 +4,58 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from amp_ext.amp_protocol import sum_of_flags, to_device
 from amp_ext.clip_grad import clip_grad_norm_
-from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.nan_loss import drop_iteration
-from amp_ext.optim import NormGuard, WeightAverage, WeightDecayScheduler
+from amp_ext.optim import WeightAverage, WeightDecayScheduler
 from amp_ext.optim.checkpoints import keys_in_order, read_state_dict
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.params import params_of
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
-from amp_ext.training.checkpoint_file import write_checkpoint
 from amp_ext.training.config import MixedPrecisionConfig, create_fp16_grad_scaler
-from amp_ext.training.metrics import StepMetrics
 
 Scheduler = LRScheduler | WeightDecayScheduler
+
+
+@dataclass(frozen=True, eq=False)
+class StepMetrics:
+    """Metrics of one ``train_step``.
+
+    Every tensor has one element on its device, and later steps do not change it. ``float()``,
+    ``bool()``, ``.item()``, printing and :meth:`to_dict` wait for the GPU. Nothing else waits.
+    After a batch that only accumulates gradients, the last two metrics are None.
+
+    Attributes:
+        loss: Loss of the batch as the loss function returned it, neither scaled nor divided; None
+            for a ``flush`` that directly follows the load of a checkpoint.
+        loss_scale: Loss scale of this batch; 1 without a scaler.
+        grad_norm: Norm of the unscaled gradients before clipping; None if it is not measured
+            (without ``max_grad_norm`` and a guard).
+        skipped: Bool, true if the step was skipped by the scaler, because of inf or NaN, or by the
+            optimizer's ``norm_guard``; always false without both.
+    """
+
+    loss: Tensor | None
+    loss_scale: Tensor
+    grad_norm: Tensor | None = None
+    skipped: Tensor | None = None
+
+    def to_dict(self) -> dict[str, float | bool | None]:
+        """Returns all metrics as Python numbers; waits for the GPU."""
+        return {name: None if each is None else each.item() for name, each in vars(self).items()}
 
 
 class MixedPrecisionTrainer:
@@ -74,7 +101,6 @@ class MixedPrecisionTrainer:
             None. To validate with the averages, use ``with trainer.average.swap():``.
     """
 
-    @outside_inference_mode()
     def __init__(
         self,
         model: nn.Module,
@@ -90,60 +116,42 @@ class MixedPrecisionTrainer:
         Args:
             model: The model, already on its device and in its dtypes.
             optimizer: An optimizer of the model's parameters. One of ``amp_ext.optim`` clips inside
-                its step: ``max_grad_norm`` and ``norm_guard`` of the config, unless None, are set
-                on it.
+                its step: the config's ``max_grad_norm``, unless None, is set on it.
             config: The settings.
             loss_function: Function of the model's output, and of the targets if there are any, that
                 returns a tensor of one number. None takes the loss from the model's output: the
                 output itself, its ``.loss``, ``["loss"]`` or the first item of a tuple.
             scheduler: A scheduler, or a list of schedulers of the learning rate or weight decay,
                 stepped in order once per optimizer step that is not skipped. Step schedulers that
-                count epochs yourself.
+                count epochs or need a metric (``ReduceLROnPlateau``) yourself.
             scaler: A scaler to use instead of the one for fp16.
 
         Raises:
-            TypeError: If a scheduler is a ``ReduceLROnPlateau``, whose ``step`` needs a metric, or
-                the config has an ``average_decay`` and the optimizer is not of ``amp_ext.optim``.
+            TypeError: If the config has an ``average_decay`` and the optimizer is not of
+                ``amp_ext.optim``.
             ValueError: If the dtype of a parameter does not fit the precision, the scaler is
-                disabled, a number of the config does not fit a scaler or a guard, or the config has
-                a ``norm_guard`` and the optimizer is not of ``amp_ext.optim``.
+                disabled, or a number of the config does not fit a scaler or an average.
         """
-        if any(isinstance(each, ReduceLROnPlateau) for each in _listed(scheduler)):
-            raise TypeError(
-                "MixedPrecisionTrainer: scheduler must have step() without arguments, got a "
-                "ReduceLROnPlateau. Step it yourself after each validation."
-            )
         params = params_of(optimizer)
-        for dtype in {param.dtype for param in params} & {torch.float16, torch.bfloat16}:
-            if dtype != config.dtype:
-                raise ValueError(
-                    f"MixedPrecisionTrainer: config.precision must be {dtype} for parameters of "
-                    f"{dtype}, got {config.precision!r}"
-                )
+        unfit = {param.dtype for param in params} & {torch.float16, torch.bfloat16} - {config.dtype}
+        if unfit:
+            raise ValueError(
+                "MixedPrecisionTrainer: config.precision must be that of 16-bit parameters, got "
+                f"{config.precision!r} for parameters of {unfit.pop()}"
+            )
         self._device = params[0].device
-        if scaler is None and config.needs_scaler:
+        if scaler is None and config.precision == "fp16":
+            names = ("growth_factor", "backoff_factor", "growth_interval", "min_scale")
+            options = {name: getattr(config, name) for name in names}
             scaler = create_fp16_grad_scaler(
-                self._device,
-                init_scale=config.initial_loss_scale,
-                growth_factor=config.growth_factor,
-                backoff_factor=config.backoff_factor,
-                growth_interval=config.growth_interval,
-                min_scale=config.min_scale,
+                self._device, init_scale=config.initial_loss_scale, **options
             )
         elif scaler is not None and not scaler.is_enabled():
             raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
         self._fused: Any = optimizer if isinstance(optimizer, FusedOptimizer) else None
-        guard = None if config.norm_guard is None else NormGuard(**config.norm_guard)
-        if guard is not None and (self._fused is None or self._fused.norm_guard is not None):
-            raise ValueError(
-                "MixedPrecisionTrainer: with a norm_guard in the config, optimizer must be one of "
-                f"amp_ext.optim that has no norm_guard yet, got {type(optimizer)}"
-            )
         decay: Any = config.average_decay
-        # The average is the last to check its arguments, before the optimizer is changed.
-        average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
-        if self._fused is not None and guard is not None:
-            self._fused.norm_guard = guard
+        # The average checks its arguments before the optimizer is changed.
+        self.average = None if decay is None else WeightAverage(optimizer, decay, model=model)  # type: ignore[arg-type]
         if self._fused is not None and config.max_grad_norm is not None:
             for group in (optimizer.defaults, *optimizer.param_groups):
                 group["max_grad_norm"] = config.max_grad_norm
@@ -153,18 +161,14 @@ class MixedPrecisionTrainer:
         self.loss_function = loss_function
         self.scheduler = scheduler
         self.scaler = scaler
-        self.average = average
         self._mixed = config.precision != "fp32"
         self._in_16_bits = self._mixed and all(
             param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
         )
         self._accumulated = 0
+        self._loss: Tensor | None = None  # of the last batch
         # Whether the last step was skipped; None once the scheduler knows.
         self._last_skipped: Tensor | bool | None = None
-        # Metrics of a training without a scaler, and the loss before the first batch.
-        self._no_scale = torch.ones((), device=self._device)
-        self._not_skipped = torch.zeros((), dtype=torch.bool, device=self._device)
-        self._loss = self._no_loss = torch.full((), torch.nan, device=self._device)
 
     # Training.
 
@@ -193,15 +197,14 @@ class MixedPrecisionTrainer:
         if targets is not None and self.loss_function is None:
             raise ValueError("train_step: targets must be None without a loss_function")
         if self._accumulated == 0:
+            self.finish_scheduler_step()
             self.discard()  # the last gradients, and all that is left of a call that raised
         loss = self._compute_loss(inputs, targets)
         batches = self.config.gradient_accumulation_steps
-        share = loss / batches if batches > 1 else loss
+        share = loss / batches
         # 0 until backward() and the step have ended, so that the next call starts anew if they
         # raise, also KeyboardInterrupt, after which a notebook may continue.
         accumulated, self._accumulated = self._accumulated + 1, 0
-        if self._fused is not None and self._fused.gradient_release is not None:
-            self.finish_scheduler_step()  # backward() steps the parameters
         (share if self.scaler is None else self.scaler.scale(share)).backward()
         self._loss = loss.detach()
         if accumulated >= batches:
@@ -238,11 +241,10 @@ class MixedPrecisionTrainer:
     def finish_scheduler_step(self) -> None:
         """Steps the scheduler unless the last optimizer step was skipped; waits for that step.
 
-        ``train_step`` calls this just before the next optimizer step, because at first only the GPU
-        knows whether a step was skipped. Each step uses the right learning rate, but between two
-        steps ``scheduler.get_last_lr()`` may be one step behind. :meth:`flush` and
-        :meth:`state_dict` call this too. If the scheduler raises an exception, :meth:`state_dict`
-        and :meth:`save` only warn, so that no checkpoint is lost.
+        ``train_step`` calls this at the start of the next step, because at first only the GPU knows
+        whether a step was skipped. Each step uses the right learning rate, but between two steps
+        ``scheduler.get_last_lr()`` may be one step behind. :meth:`flush` and
+        :meth:`state_dict` call this too.
         """
         # Set first, so that an exception is not raised again.
         skipped, self._last_skipped = self._last_skipped, None
@@ -250,27 +252,28 @@ class MixedPrecisionTrainer:
             for scheduler in _listed(self.scheduler):
                 scheduler.step()
 
-    def _guard(self) -> Any:
-        return None if self._fused is None else self._fused.norm_guard
+    def _parts(self) -> dict[str, Any]:
+        """Returns all parts with a state, except for the schedulers, by their names in a file."""
+        parts = {"optimizer": self.optimizer, "scaler": self.scaler, "average": self.average}
+        parts["norm_guard"] = None if self._fused is None else self._fused.norm_guard
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
         with self._autocast(self._mixed and not self._in_16_bits):
             if isinstance(inputs, Mapping):
                 output = self.model(**{name: self._cast(value) for name, value in inputs.items()})
-            elif isinstance(inputs, (tuple, list)):
-                output = self.model(*map(self._cast, inputs))
             else:
-                output = self.model(self._cast(inputs))
+                arguments = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+                output = self.model(*map(self._cast, arguments))
         if self.loss_function is None:
-            source, loss = "without a loss_function the model's output", loss_in(output)
+            loss = _loss_in(output)
         else:
             with self._autocast(self._mixed):
-                arguments = (output,) if targets is None else (output, targets)
-                source, loss = "loss_function", self.loss_function(*arguments)
+                loss = self.loss_function(output, *([] if targets is None else [targets]))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
-                f"train_step: {source} must give a loss, a tensor of one number, got {got}"
+                "train_step: the loss function, or else the model, must return a loss, a tensor of "
+                f"one number, got {getattr(loss, 'shape', type(loss).__name__)}"
             )
         return loss.reshape(())
 
@@ -283,13 +286,14 @@ class MixedPrecisionTrainer:
         return value.to(self.config.dtype) if is_cast else value
 
     def _loss_scale(self) -> Tensor:
-        scale: Any = self._no_scale if self.scaler is None else self.scaler._scale
-        return scale.clone()  # because an update writes to it
+        scale: Any = None if self.scaler is None else self.scaler._scale
+        # Cloned because an update writes to it.
+        return torch.ones((), device=self._device) if scale is None else scale.clone()
 
     def _step(self) -> StepMetrics:
         """Clips the gradients, steps the optimizer, and updates the scale and the scheduler."""
-        self.finish_scheduler_step()
-        loss_scale, grad_norm, skipped = self._loss_scale(), None, self._not_skipped
+        loss_scale, grad_norm = self._loss_scale(), None
+        skipped: Any = torch.zeros((), dtype=torch.bool, device=self._device)
         if self._fused is None and self.config.max_grad_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -299,18 +303,17 @@ class MixedPrecisionTrainer:
         else:
             self.scaler.step(self.optimizer)
             flags: Any = self.scaler._found_inf_per_device(self.optimizer)
-            skipped = sum_of_flags(flags, loss_scale.device) != 0  # type: ignore[assignment]
+            skipped = sum_of_flags(flags, loss_scale.device) != 0
             self.scaler.update()
         if self._fused is not None and self._fused.grad_norm is not None:
             grad_norm = self._fused.grad_norm.clone()
-        if self._guard() is not None and self._fused.step_applied is not None:
+        can_skip = self._parts().keys() & {"scaler", "norm_guard"}
+        if "norm_guard" in can_skip and self._fused.step_applied is not None:
             skipped = skipped | to_device(self._fused.step_applied == 0, skipped.device)
-        self._last_skipped = skipped
-        if skipped is self._not_skipped:  # no step can be skipped, so nothing needs to wait
-            self._last_skipped = False
+        self._last_skipped = skipped if can_skip else False
+        if not can_skip:  # nothing needs to wait
             self.finish_scheduler_step()
-        averaged = None if self.average is None else self.average.n_averaged.clone()
-        return StepMetrics(self._loss, loss_scale, grad_norm, skipped, averaged)
+        return StepMetrics(self._loss, loss_scale, grad_norm, skipped)
 
     # Checkpoints.
 
@@ -321,52 +324,76 @@ class MixedPrecisionTrainer:
         accumulated gradients: a resumed run is bit-identical even in the middle of an accumulation.
         Its tensors are not copies, as in an optimizer's ``state_dict()``; later steps change them.
         """
-        try:
-            self.finish_scheduler_step()
-        except Exception as error:
-            warnings.warn(
-                f"MixedPrecisionTrainer: the scheduler's step raised {type(error).__name__}: "
-                f"{error}. The state is returned with the scheduler as it is now.",
-                stacklevel=2,
-            )
-        schedules = [each.state_dict() for each in _listed(self.scheduler)]
-        single = schedules[0] if schedules else None
-        state = {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "scheduler": schedules if isinstance(self.scheduler, Sequence) else single,
+        self.finish_scheduler_step()
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state |= {
+            "scheduler": [each.state_dict() for each in _listed(self.scheduler)],
             "gradient_accumulation_steps": self.config.gradient_accumulation_steps,
             "accumulated": self._accumulated,
             "gradients": [each.grad for each in params_of(self.optimizer) if self._accumulated],
-            "loss": self._loss if self._accumulated else None,
         }
-        for name, part in (("norm_guard", self._guard()), ("average", self.average)):
-            if part is not None:
-                state[name] = part.state_dict()
         # Schedulers that compute with numpy leave its numbers in their states and in the groups.
         return with_plain_numbers(state)
 
-    @outside_inference_mode()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the state of :meth:`state_dict`. Load the model first, or use :meth:`load`.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, model: Any = None) -> None:
+        """Restores the state of :meth:`state_dict`.
 
         The state may come from another precision: if this trainer has no scaler, a saved one is
         ignored, and if no scaler was saved, this trainer's starts as configured. Without a saved
         state, a norm guard keeps its statistics and an average restarts.
 
-        Everything is checked first, and after an error nothing has changed, with one exception: a
-        scheduler may refuse its state when other parts are loaded already. Load another state then,
-        and after an interrupt (Ctrl-C).
+        Everything is checked first, and after an error nothing has changed, with three exceptions:
+        the model, an optimizer of torch and a scheduler may refuse their states when other parts
+        are loaded already. Load another state then, and after an interrupt (Ctrl-C).
 
         Args:
             state_dict: The result of ``state_dict()``.
+            model: The state dict of the model; None if the model is loaded already.
 
         Raises:
             KeyError: If an entry is missing.
             ValueError: If the number of schedulers differs, or the accumulated batches do not fit
                 this trainer.
+            RuntimeError: If the model's parameters have other names or shapes.
         """
-        self._load(state_dict)
+        # Copied because SequentialLR.load_state_dict removes their _schedulers.
+        schedulers, schedules = (
+            _listed(self.scheduler),
+            copy.deepcopy(_listed(state_dict["scheduler"])),
+        )
+        if len(schedules) != len(schedulers):
+            raise ValueError(
+                "MixedPrecisionTrainer.load_state_dict: state_dict must have the states of "
+                f"{len(schedulers)} schedulers, got {len(schedules)}"
+            )
+        gradients = self._saved_gradients(state_dict) if state_dict["accumulated"] else []
+        found = {name for name, saved in state_dict.items() if saved is not None} | {"optimizer"}
+        parts = {name: part for name, part in self._parts().items() if name in found}
+        if "scaler" in parts:
+            GradScaler(self._device.type).load_state_dict(state_dict["scaler"])
+        if "norm_guard" in parts:
+            copy.copy(parts["norm_guard"]).load_state_dict(state_dict["norm_guard"])
+        if self._fused is not None:
+            read_state_dict(self._fused, state_dict["optimizer"])
+        # The load of an average, and that of torch's optimizers, changes nothing if the state does
+        # not fit. So each of them comes first, and a trainer never has both.
+        if "average" in parts:
+            parts.pop("average").load_state_dict(state_dict["average"])
+        if model is not None:
+            self.model.load_state_dict(model)
+        for name, part in parts.items():
+            part.load_state_dict(state_dict[name])
+        if self.average is not None and "average" not in found:
+            self.average.restart()
+        for scheduler, schedule in zip(schedulers, schedules, strict=True):
+            scheduler.load_state_dict(schedule)
+        if self.scaler is not None:
+            # Creates the scaler's tensors, which flush() needs.
+            self.scaler.scale(torch.zeros((), device=self._device))
+        self.discard()
+        for param, grad in zip(params_of(self.optimizer), gradients, strict=False):
+            param.grad = grad
+        self._accumulated, self._loss, self._last_skipped = state_dict["accumulated"], None, None
 
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Writes a checkpoint file from which :meth:`load` resumes with bit-identical results.
@@ -374,9 +401,8 @@ class MixedPrecisionTrainer:
         The file has the state of the model, the result of :meth:`state_dict`, torch's random
         generators (of the CPU and all GPUs) and ``extra``. It replaces an older file atomically: a
         process that is killed leaves the old file or the new one, and maybe a temporary
-        ``<name>.<16 digits>.tmp``, which can be deleted. The file keeps the mode of the old file,
-        and a symbolic link keeps pointing to it. All dicts in it are plain ones, so that C++
-        programs can read it.
+        ``<name>.<16 digits>.tmp``, which can be deleted. A symbolic link keeps pointing to the
+        file. All dicts in it are plain ones, so that C++ programs can read it.
 
         Waits for the device. If several processes train together, only one of them should save.
 
@@ -387,8 +413,8 @@ class MixedPrecisionTrainer:
                 dicts of these.
 
         Raises:
-            ValueError: If parameters are sharded over ranks, if ``torch.load`` would refuse a value
-                with ``weights_only=True``, or if the path is a folder, device, pipe or socket.
+            ValueError: If parameters are sharded over ranks, or if ``torch.load`` would refuse a
+                value with ``weights_only=True``.
             OSError: If the file can't be written. The old file is still there after any error.
         """
         model = self.model.state_dict()
@@ -407,17 +433,29 @@ class MixedPrecisionTrainer:
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
             "extra": extra,
         }
-        write_checkpoint(content, path)
+        target = os.path.realpath(path)  # of a symbolic link, what it points to
+        temporary = f"{target}.{secrets.token_hex(8)}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            classes = torch.serialization.get_unsafe_globals_in_checkpoint(temporary)
+            if classes:
+                raise ValueError(
+                    "MixedPrecisionTrainer.save: model, trainer and extra must have tensors, "
+                    "numbers, text, and lists and dicts of these, got " + ", ".join(classes)
+                )
+            os.replace(temporary, target)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
 
-    @outside_inference_mode()
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Restores a checkpoint of :meth:`save` with the same model, optimizer and settings.
 
         Reads with ``weights_only=True``. The file may come from another precision or device.
-        Generators of missing GPUs are skipped. Everything is checked first, and after an error
-        nothing has changed, with three exceptions: the model, an optimizer of torch and a scheduler
-        may refuse their states when other parts are loaded already. Load another checkpoint then,
-        and after an interrupt (Ctrl-C).
+        Generators of missing GPUs are skipped. :meth:`load_state_dict` says what is checked before
+        anything changes.
 
         Args:
             path: Path of the file.
@@ -426,97 +464,38 @@ class MixedPrecisionTrainer:
             The ``extra`` that was saved.
 
         Raises:
-            KeyError: If an entry is missing.
-            ValueError: If :meth:`load_state_dict` raises it.
-            RuntimeError: If the model's parameters have other names or shapes.
+            KeyError: If :meth:`save` did not write the file.
+            ValueError, RuntimeError: If :meth:`load_state_dict` raises it.
             OSError: If the file does not exist or can't be read.
         """
         content = torch.load(path, map_location="cpu", weights_only=True)
-        names = ("model", "model_metadata", "trainer", "random", "extra")
-        missing = [name for name in names if name not in content]
-        if missing:
-            raise KeyError(
-                f"MixedPrecisionTrainer.load: the file lacks {missing} and has "
-                f"{list(content)[:8]}. Load a file that MixedPrecisionTrainer.save() wrote."
-            )
         model: Any = OrderedDict(content["model"])
         model._metadata = content["model_metadata"]
         random = content["random"]
         torch.Generator().set_state(random["cpu"])  # raises if the state does not fit
-        cuda = zip(range(torch.cuda.device_count()), random["cuda"], strict=False)
-        self._load(content["trainer"], model)
+        self.load_state_dict(content["trainer"], model=model)
         torch.set_rng_state(random["cpu"])
-        for device, state in cuda:
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
         return content["extra"]
-
-    def _load(self, state: Mapping[str, Any], model: Any = None) -> None:
-        """Loads a state dict, and before it the state of the model if one is given.
-
-        First checks everything that can be checked without a change.
-        """
-        average, guard = self.average, self._guard()
-        saved_average = state.get("average")
-        saved_scaler = None if self.scaler is None else state["scaler"]
-        saved_guard = None if guard is None else state.get("norm_guard")
-        schedulers = _listed(self.scheduler)
-        # Copied because SequentialLR.load_state_dict removes their _schedulers.
-        schedules = _listed(copy.deepcopy(state["scheduler"]))
-        kinds = [type(each) for each in schedules]
-        if kinds != [type(each.state_dict()) for each in schedulers]:
-            raise ValueError(
-                "MixedPrecisionTrainer.load_state_dict: state_dict must have the states of "
-                f"{len(schedulers)} schedulers, got {[each.__name__ for each in kinds]}"
-            )
-        loss = self._no_loss if state["loss"] is None else state["loss"].to(self._device, copy=True)
-        gradients = self._saved_gradients(state) if state["accumulated"] else []
-        if saved_scaler is not None:
-            GradScaler(self._device.type).load_state_dict(saved_scaler)
-        if saved_guard is not None:
-            copy.copy(guard).load_state_dict(saved_guard)
-        if self._fused is not None:
-            read_state_dict(self._fused, state["optimizer"])
-        # The load of an average, and that of torch's optimizers, changes nothing if the state does
-        # not fit. So each of them comes first, and a trainer never has both.
-        if average is not None and saved_average is not None:
-            average.load_state_dict(saved_average)
-        if model is not None:
-            self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if average is not None and saved_average is None:
-            average.restart()
-        for scheduler, schedule in zip(schedulers, schedules, strict=True):
-            scheduler.load_state_dict(schedule)
-        if self.scaler is not None and saved_scaler is not None:
-            self.scaler.load_state_dict(saved_scaler)
-            self.scaler.scale(loss)  # creates the scaler's tensors, which flush() needs
-        if saved_guard is not None:
-            guard.load_state_dict(saved_guard)
-        self.discard()
-        for param, grad in zip(params_of(self.optimizer), gradients, strict=False):
-            param.grad = grad
-        self._accumulated, self._loss, self._last_skipped = state["accumulated"], loss, None
 
     def _saved_gradients(self, state: Mapping[str, Any]) -> list[Tensor | None]:
         """Returns copies of the gradients in a state dict, in the order of the parameters."""
         params, gradients = params_of(self.optimizer), state["gradients"]
-        if self._fused is not None:
-            keys = keys_in_order(self._fused, state["optimizer"])
-            if set(keys) == set(range(len(gradients))):
-                gradients = [gradients[key] for key in keys]
+        got = (state["gradient_accumulation_steps"], bool(state.get("scaler")), len(gradients))
         wanted = (self.config.gradient_accumulation_steps, self.scaler is not None, len(params))
-        got = (state["gradient_accumulation_steps"], state["scaler"] is not None, len(gradients))
         if wanted != got:
             raise ValueError(
                 "MixedPrecisionTrainer.load_state_dict: the file was saved while gradients "
                 "accumulated, so gradient_accumulation_steps, whether there is a scaler, and the "
                 f"number of parameters must be {got}, got {wanted}. Call flush() before save()."
             )
+        if self._fused is not None:
+            gradients = [gradients[key] for key in keys_in_order(self._fused, state["optimizer"])]
         copies = []
         for param, grad in zip(params, gradients, strict=True):
-            copied = None if grad is None else grad.to(param.device, copy=True)
-            param.detach().requires_grad_().grad = copied  # raises if its shape or dtype differs
-            copies.append(copied)
+            copies.append(None if grad is None else grad.to(param.device, copy=True))
+            # Raises if the shape or dtype of the gradient differs.
+            param.detach().requires_grad_().grad = copies[-1]
         return copies
 
 
@@ -527,7 +506,7 @@ def _listed(value: Any) -> list[Any]:
     return [*value] if isinstance(value, Sequence) else [value]
 
 
-def loss_in(output: Any) -> Any:
+def _loss_in(output: Any) -> Any:
     """Returns the loss in a model's output.
 
     Args:
@@ -535,12 +514,10 @@ def loss_in(output: Any) -> Any:
             or list whose first item is the loss.
 
     Returns:
-        The loss; None if the output has none.
+        The loss; None or the output if it has none.
     """
-    if isinstance(output, Tensor):
-        return output
     if isinstance(output, Mapping):
         return output.get("loss")
-    if hasattr(output, "loss"):
-        return output.loss
-    return output[0] if isinstance(output, (tuple, list)) and output else None
+    if isinstance(output, (tuple, list)) and output and not hasattr(output, "loss"):
+        return output[0]
+    return getattr(output, "loss", output)

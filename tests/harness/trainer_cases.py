@@ -108,6 +108,12 @@ def train_on(trainer: MixedPrecisionTrainer, data: Any) -> list[StepMetrics]:
     return [trainer.train_step(x, target) for x, target in data]
 
 
+def guarded_sgd(**options: Any) -> Callable[..., torch.optim.Optimizer]:
+    """Returns a function that makes an optimizer with a guard of its own."""
+    guard = lambda: amp_ext.optim.NormGuard(**options)  # noqa: E731
+    return lambda params: amp_ext.optim.SGD(params, 0.1, norm_guard=guard())
+
+
 def torchs_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.1, momentum=0.9)
 

@@ -11,7 +11,7 @@ import torch
 from harness.edge_shapes import BF16, F16, F32, F64
 from harness.reference import same_bits
 from harness.rows import rows
-from harness.trainer_cases import WithLoss, X, new_trainer
+from harness.trainer_cases import WithLoss, new_trainer
 from torch import Tensor, nn
 
 import amp_ext
@@ -53,7 +53,7 @@ def test_each_kind_of_device_and_model_has_its_precision(
         monkeypatch.setattr(torch.cuda, "get_device_capability", of_device.__getitem__)
         device = "cuda:1"
     choice = choose_precision(of_dtypes(*dtypes), device)
-    assert (choice.precision, choice.needs_scaler) == (chosen, chosen == "fp16")
+    assert choice.precision == chosen
     assert [part for part in parts.split("|") if part not in choice.reason] == []
 
 
@@ -86,7 +86,7 @@ def test_the_choice_for_this_machine_trains(device):
     assert choice == choose_precision(model, device)
     trainer = new_trainer(choice.precision, model)
     trainer.train_step(torch.randn(3, 4, device=device), torch.randn(3, 2, device=device))
-    assert (trainer.scaler is not None) == choice.needs_scaler
+    assert (trainer.scaler is not None) == (choice.precision == "fp16")
 
 
 # The benchmark.
@@ -163,10 +163,8 @@ def test_each_precision_trains_a_copy_in_that_precision(device):
         assert weights[0] == model.weight.sum().item()
         assert len(set(weights)) > len(weights) // 2, "every copy must be trained"
     assert [row.precision for row in result.rows] == ["fp32", "fp16", "bf16"]
-    assert (result.samples, result.steps) == (4, 2)
     for row in result.rows:
         assert row.seconds_per_step > 0
-        assert row.samples_per_second == pytest.approx(4 / row.seconds_per_step)
         # Parameters, gradients and two states; caching allocators count in pieces of 512 bytes.
         known = row.peak_memory_bytes is not None
         assert known == (device.type == "cuda")
@@ -188,22 +186,19 @@ def test_the_loss_function_and_the_optimizer_may_be_chosen():
     assert len(given) > 3
 
 
-WRAPPINGS = {
-    "tensor": lambda loss, y: y,
-    "loss": lambda loss, y: y.mean(),
-    "dict-with-loss": lambda loss, y: {"loss": y.mean(), "logits": y},
-    "dict-without-loss": lambda loss, y: {"loss": loss, "logits": y},
-    "nested": lambda loss, y: ([y, y.argmax(1)], {"y": y}),
-    "object": lambda loss, y: types.SimpleNamespace(logits=y),
+OUTPUTS = {
+    "tensor": lambda _, y: y,
+    "dict": lambda _, y: {"loss": y.mean(), "logits": y},
+    "nested": lambda _, y: ([y, y.argmax(1)], {"y": y}),
+    "object": lambda _, y: types.SimpleNamespace(logits=y),
 }
-NO_LOSS = "ValueError: benchmark_precision: loss_function must be given for a model whose output is"
 
 
-@pytest.mark.parametrize("name", WRAPPINGS)
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_a_loss_is_made_of_most_outputs(name):
-    model, x = WithLoss(WRAPPINGS[name]), torch.randn(3, 6)
-    (row,) = benchmark_precision(model, x, precisions=["fp32"], steps=1).rows
-    assert row.error == (f"{NO_LOSS} SimpleNamespace" if name == "object" else None)
+    model, x = WithLoss(OUTPUTS[name]), torch.randn(3, 6)
+    (row,) = benchmark_precision(model, x, targets=x, precisions=["fp32"], steps=1).rows
+    assert row.error is None or (name == "object" and "must return a loss" in row.error)
 
 
 def fails_in_half(_: Any, y: Tensor) -> Tensor:
@@ -217,46 +212,33 @@ def test_16_bit_parameters_are_measured_in_their_own_precision_alone():
     result = benchmark_precision(nn.Linear(6, 2, dtype=BF16), torch.randn(3, 6), steps=1)
     *errors, last = [row.error for row in result.rows]
     assert last is None
-    text = "config.precision must be torch.bfloat16 for parameters of torch.bfloat16"
+    text = "config.precision must be that of 16-bit parameters"
     assert all(text in error for error in errors)
 
 
 def test_results_are_a_table_with_a_row_for_what_failed():
-    result = benchmark_precision(WithLoss(fails_in_half), torch.randn(1500, 6), steps=1)
+    result = benchmark_precision(WithLoss(fails_in_half), torch.randn(3, 6), steps=1)
     error = "NotImplementedError: no kernel for Half"
     assert [row.error for row in result.rows] == [None, error, None]
-    failed = result.rows[1]
-    assert failed.seconds_per_step is failed.samples_per_second is failed.peak_memory_bytes is None
+    assert result.rows[1].seconds_per_step is result.rows[1].peak_memory_bytes is None
     title, _, *lines = str(result).splitlines()
-    assert title == "cpu, 1500 samples a step"
-    shown = {line.split()[0]: line.split()[1:] for line in lines[:3]}
-    fp32, bf16 = result.rows[0], result.rows[2]
-    figures = f"{1e3 * fp32.seconds_per_step:.3g}", f"{fp32.samples_per_second:,.1f}"
-    assert shown["fp32"] == [*figures, "1.00", "-"]
-    assert shown["bf16"][2] == f"{fp32.seconds_per_step / bf16.seconds_per_step:.2f}"
-    assert shown["fp16"] == ["failed"]
+    assert title == "cpu"
+    shown = [line.split() for line in lines[:3]]
+    fp32, bf16 = (row.seconds_per_step for row in (result.rows[0], result.rows[2]))
+    assert shown[0] == ["fp32", f"{1e3 * fp32:.3g}", "1.00", "-"]
+    assert shown[1] == ["fp16", "failed", "-", "-"]
+    assert shown[2][2] == f"{fp32 / bf16:.2f}"
     assert lines[3:] == [f"fp16: {error}"]
-    row = amp_ext.training.PrecisionTiming("fp32", 0.5, None, 3 * 2**20)
-    table = str(amp_ext.training.PrecisionBenchmark("some GPU", None, 1, (row,)))
-    assert all(part in table for part in ("some GPU, ? samples a step", "500", "3.0"))
+    row = amp_ext.training.PrecisionTiming("fp32", 0.5, 3 * 2**20)
+    table = str(amp_ext.training.PrecisionBenchmark("some GPU", (row,)))
+    assert all(part in table for part in ("some GPU", "500", "3.0"))
 
 
-NO_INT8 = "precision must be 'fp32', 'bf16' or 'fp16', got 'int8'"
-NONSENSE = [
-    ({"precisions": ["fp32", "int8"]}, NO_INT8),
-    ({"targets": X}, "^benchmark_precision: loss_function must be given with targets, got None"),
-]
-
-
-@pytest.mark.parametrize(("options", "text"), NONSENSE)
-def test_a_benchmark_of_nonsense_is_refused(options, text):
+def test_an_unknown_precision_is_refused_before_anything_runs():
     seen: list[Any] = []
+    text = "precision must be 'fp32', 'bf16' or 'fp16', got 'int8'"
     with pytest.raises(ValueError, match=text):
-        benchmark_precision(noting(nn.Linear(6, 2), seen), torch.randn(3, 6), **options)
+        benchmark_precision(
+            noting(nn.Linear(6, 2), seen), torch.randn(3, 6), precisions=["fp32", "int8"]
+        )
     assert seen == []
-
-
-def test_a_model_without_parameters_needs_a_device():
-    with pytest.raises(ValueError, match=r"^choose_precision: device must be given for a model w"):
-        choose_precision(nn.Module())
-    assert choose_precision(nn.Module(), "cpu").precision in ("fp32", "bf16")

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
 
 import amp_ext
-from amp_ext.training import MixedPrecisionConfig, MixedPrecisionTrainer, StepMetrics
+from amp_ext.training import MixedPrecisionConfig, StepMetrics
 
 # Metrics.
 
@@ -48,12 +48,9 @@ def test_metrics_are_tensors_and_become_numbers_on_request(device):
     assert metrics.skipped.dtype == torch.bool
     figures = metrics.to_dict()
     loss, norm = metrics.loss.item(), metrics.grad_norm.item()
-    assert figures == {
-        **{"loss": loss, "loss_scale": 256.0, "grad_norm": norm, "skipped": False},
-        "n_averaged": None,
-    }
-    assert [type(value) for value in figures.values()] == [float, float, float, bool, type(None)]
-    assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None, None]
+    assert figures == {"loss": loss, "loss_scale": 256.0, "grad_norm": norm, "skipped": False}
+    assert [type(value) for value in figures.values()] == [float, float, float, bool]
+    assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -124,8 +121,8 @@ UNFIT = r"must be \(2, {}, {}\), got \({}, False, 4\)\. Call flush\(\) before sa
 
 
 LOADING_ERRORS = [
-    (SCHEDULED, {}, {}, r"must have the states of 0 schedulers, got \['dict'\]"),
-    ({}, SCHEDULED, {}, r"must have the states of 1 schedulers, got \[\]"),
+    (SCHEDULED, {}, {}, "must have the states of 0 schedulers, got 1"),
+    ({}, SCHEDULED, {}, "must have the states of 1 schedulers, got 0"),
     (TWO_STEPS, THREE_STEPS, {}, UNFIT.format(False, 4, 3)),
     (SCALED, TWO_STEPS, {}, UNFIT.format(True, 4, 2)),
     (TWO_STEPS, TWO_STEPS, {"gradients": 3 * [X]}, UNFIT.format(False, 3, 2)),
@@ -145,20 +142,11 @@ def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     assert_same(cases.grads_of(second), grads)
 
 
-ALL_PARTS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving, **TWO_STEPS}
-
-
-def trainer_after(batches: int, **options: Any) -> MixedPrecisionTrainer:
-    trainer = new_trainer("fp16", **ALL_PARTS, **options)
-    cases.train_on(trainer, cases.batches(count=batches))
-    return trainer
-
-
 OURS, THEIRS = amp_ext.optim.AdamW, cases.torchs_adamw
 DOES_NOT_FIT = [
-    (OURS, part) for part in ("optimizer", "scheduler", "average", "scaler", "norm_guard")
+    *((OURS, part) for part in ("optimizer", "average", "scaler", "norm_guard")),
+    *((THEIRS, part) for part in ("optimizer", "scaler")),
 ]
-DOES_NOT_FIT += [(THEIRS, part) for part in ("optimizer", "scheduler", "scaler")]
 
 
 def with_all_parts(make_optimizer: Any, batches: int, seed: int) -> Any:
@@ -166,7 +154,9 @@ def with_all_parts(make_optimizer: Any, batches: int, seed: int) -> Any:
     makes = (cases.two_schedules, cases.falling_decay)
     options |= {"scheduler": lambda optimizer: [make(optimizer) for make in makes]}
     if make_optimizer is OURS:
-        options |= {"average_decay": 0.5, "norm_guard": {}}
+        guard = amp_ext.optim.NormGuard()
+        options["optimizer"] = lambda params: make_optimizer(params, norm_guard=guard)
+        options["average_decay"] = 0.5
     trainer = new_trainer("fp16", new_model(seed=seed), **options)
     cases.train_on(trainer, cases.batches(count=batches))
     return trainer
@@ -178,10 +168,7 @@ def test_a_part_that_does_not_fit_changes_nothing(make_optimizer, unfit):
         with_all_parts(make_optimizer, *each) for each in ((5, 0), (3, 1), (3, 1))
     )
     state = copy.deepcopy(first.state_dict())
-    if unfit == "scheduler":
-        state["scheduler"][1] = 7
-    else:
-        state[unfit] = {"averages": []}
+    state[unfit] = {"averages": []}
     before, grads = all_of(trainer), cases.grads_of(trainer)
     with pytest.raises((KeyError, TypeError, ValueError)):
         trainer.load_state_dict(state)
@@ -209,50 +196,32 @@ def test_after_an_error_of_a_scheduler_another_state_loads(make_optimizer, late)
 
 
 def test_a_resumed_accumulation_can_be_flushed_at_once():
-    straight, resumed = trainer_after(5), trainer_after(0)
-    resumed.model.load_state_dict(straight.model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    assert resumed.flush().to_dict() == straight.flush().to_dict()
+    straight, resumed = cases.two_trainers("fp16", scheduler=cases.halving, **TWO_STEPS)
+    cases.train_on(straight, cases.batches(count=5))
+    resumed.load_state_dict(straight.state_dict(), model=straight.model.state_dict())
+    assert resumed.flush().to_dict() == straight.flush().to_dict() | {"loss": None}
     assert_same(params_of(resumed), params_of(straight))
 
 
 # What is refused.
 
 
-def build(**parts: Any) -> MixedPrecisionTrainer:
-    model = parts.pop("model", new_model())
-    make = parts.pop("make", lambda params: amp_ext.optim.SGD(params, 0.1))
-    optimizer = make(model.parameters())
-    usual = {"optimizer": optimizer, "config": MixedPrecisionConfig()}
-    return MixedPrecisionTrainer(model, **usual | parts)
-
-
-DISABLED = amp_ext.GradScaler("cpu", enabled=False)
-PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([X], 0.1))
-NO_FIGURE = r"scheduler must have step\(\) without arguments, got a ReduceLROnPlateau"
-REFUSED = [
-    (TypeError, {"scheduler": PLATEAU}, NO_FIGURE),
-    (TypeError, {"scheduler": [cases.halving(torch.optim.SGD([X], 0.1)), PLATEAU]}, NO_FIGURE),
-    (ValueError, {"scaler": DISABLED}, "scaler must be enabled, got a disabled one"),
-]
-
-
-@pytest.mark.parametrize(("kind", "parts", "text"), REFUSED)
-def test_parts_that_do_not_fit_are_refused(kind, parts, text):
-    with pytest.raises(kind, match=f"^MixedPrecisionTrainer: {text}"):
-        build(**parts)
+def test_a_disabled_scaler_is_refused():
+    text = "^MixedPrecisionTrainer: scaler must be enabled, got a disabled one$"
+    with pytest.raises(ValueError, match=text):
+        new_trainer(scaler=amp_ext.GradScaler("cpu", enabled=False))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("wanted", "dtype"), [("fp16", F16), ("bf16", BF16)])
 def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
-    parts = {"model": new_model(dtype=dtype), "config": MixedPrecisionConfig(precision)}
+    model = new_model(dtype=dtype)
     if precision == wanted:
-        assert build(**parts).config.precision == wanted
+        assert new_trainer(precision, model).config.precision == wanted
         return
-    text = f"config.precision must be {dtype} for parameters of {dtype}, got {precision!r}"
+    text = f"config.precision must be that of 16-bit parameters, got {precision!r} for .* {dtype}"
     with pytest.raises(ValueError, match=f"^MixedPrecisionTrainer: {text}"):
-        build(**parts)
+        new_trainer(precision, model)
 
 
 DICT = cases.WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
@@ -261,10 +230,9 @@ OBJECT = cases.WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits
 
 NO_LOSS = {
     "dict": (DICT, None, "NoneType"),
-    "object": (OBJECT, None, "NoneType"),
-    "output": (new_model(), None, r"shape \(8, 2\)"),
+    "object": (OBJECT, None, "SimpleNamespace"),
+    "output": (new_model(), None, r"torch.Size\(\[8, 2\]\)"),
     "number": (new_model(), lambda output: output.mean().item(), "float"),
-    "many-numbers": (new_model(), lambda output: output, r"shape \(8, 2\)"),
 }
 
 
@@ -272,8 +240,7 @@ NO_LOSS = {
 def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
     trainer = new_trainer(model=model, loss_function=loss_function)
     before = params_of(trainer)
-    source = "loss_function" if loss_function else "without a loss_function the model's output"
-    text = f"train_step: {source} must give a loss, a tensor of one number, got {got}"
+    text = f"^train_step: the loss function, or else the model, must return a loss, .* got {got}$"
     with pytest.raises(ValueError, match=text):
         trainer.train_step(X)
     targets = "^train_step: targets must be None without a loss_function$"
@@ -294,9 +261,8 @@ def test_a_config_has_torchs_settings_and_cannot_be_changed():
     assert (config.max_grad_norm, config.gradient_accumulation_steps) == (None, 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.precision = "fp16"
-    configs = map(MixedPrecisionConfig, PRECISIONS)
-    found = [(config.dtype, config.needs_scaler) for config in configs]
-    assert found == [(F32, False), (BF16, False), (F16, True)]
+    found = [MixedPrecisionConfig(precision).dtype for precision in PRECISIONS]
+    assert found == [F32, BF16, F16]
 
 
 COUNT = "an int of 1 or more"
@@ -305,7 +271,7 @@ COUNT = "an int of 1 or more"
 OUT_OF_RANGE = [
     *(
         ("precision", precision, "'fp32', 'bf16' or 'fp16'")
-        for precision in ("fp8", "half", "FP16", torch.float64, torch.int8, 16, None, [], ["fp16"])
+        for precision in ("fp8", "float16", torch.float16, 16, None, [])
     ),
     ("max_grad_norm", -1.0, "0 or more, or None"),
     ("max_grad_norm", math.nan, "0 or more, or None"),
