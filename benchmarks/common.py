@@ -48,6 +48,13 @@ def buffered(params: list[Parameter], masters: list[Parameter], step_masters: St
     return step
 
 
+def label_of(side: str) -> str:
+    """Returns the name of an implementation in tables and pictures."""
+    names = {"ours": "amp_ext", "swa_utils": "torch swa_utils"}
+    of_torch = side in ("fused", "foreach", "default")
+    return f"torch {side}" if of_torch else names.get(side, side.replace("_", " "))
+
+
 def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns masters, moments and step counters."""
     values = [value for state in optimizer.state.values() for value in state.values()]

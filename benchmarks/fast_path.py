@@ -21,45 +21,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import bfloat16, float16, float32
 from torch.nn import Parameter
 
 import amp_ext
 from amp_ext.bench.measure import bytes_of
-from amp_ext.bench.steps import Program, Step
-from amp_ext.bench.work import Work
+from amp_ext.bench.steps import Program, Step, parse_work
 from amp_ext.text_table import format_table
 
 ELEMENTS = 2**28
 SMALL = 2**25
-FORMS = {
-    "bf16, split8 masters, 8bit": Work("AdamW", bfloat16, masters="split8", state_dtype="8bit"),
-    "bf16, split masters, bf16 states": Work(
-        "AdamW", bfloat16, masters="split", state_dtype=bfloat16
-    ),
-    "bf16, no masters, bf16 states": Work("AdamW", bfloat16, masters=False, state_dtype=bfloat16),
-    "bf16, float32 masters": Work("AdamW", bfloat16),
-    "fp32, 8bit": Work("AdamW", float32, state_dtype="8bit"),
-    "bf16, split masters, 8bit-bf16": Work(
-        "AdamW", bfloat16, masters="split", state_dtype="8bit-bf16"
-    ),
-    "bf16, split masters, float32 states": Work("AdamW", bfloat16, masters="split"),
-    "fp32": Work("AdamW", float32),
-    "fp16, float32 masters": Work("AdamW", float16),
-    "fp16, split8 masters, 8bit": Work("AdamW", float16, masters="split8", state_dtype="8bit"),
-    "Lion bf16, split8 masters, 8bit": Work("Lion", bfloat16, masters="split8", state_dtype="8bit"),
-    "SGD bf16, split8 masters, 8bit": Work("SGD", bfloat16, masters="split8", state_dtype="8bit"),
-    "SGD bf16, split masters, bf16 states": Work(
-        "SGD", bfloat16, masters="split", state_dtype=bfloat16
-    ),
-}
-UNUSUAL = list(FORMS)[:3]
+FORMS = [
+    "AdamW bf16 + split8 + 8bit states",
+    "AdamW bf16 + split + bf16 states",
+    "AdamW bf16 + bf16 states",
+    "AdamW bf16 + master",
+    "AdamW fp32 + 8bit states",
+    "AdamW bf16 + split + 8bit-bf16 states",
+    "AdamW bf16 + split",
+    "AdamW fp32",
+    "AdamW fp16 + master",
+    "AdamW fp16 + split8 + 8bit states",
+    "Lion bf16 + split8 + 8bit states",
+    "SGD bf16 + split8 + 8bit states",
+    "SGD bf16 + split + bf16 states",
+]
+UNUSUAL = FORMS[:3]
 Case = tuple[Step, float | None]  # a step, and the bytes that it moves if they are known
 
 
 def program_of(form: str, *params: Parameter) -> Program:
-    """Returns the step of an optimizer as a row of ``FORMS`` says."""
-    work = FORMS[form]
+    """Returns the step of an optimizer that a row of ``FORMS`` names."""
+    work = parse_work(form)
     options = {"master_weights": work.masters, "state_dtype": work.state_dtype}
     options |= {"momentum": 0.9} if work.optimizer == "SGD" else {}
     optimizer = getattr(amp_ext.optim, work.optimizer)(params, lr=1e-3, **options)
@@ -68,7 +60,7 @@ def program_of(form: str, *params: Parameter) -> Program:
 
 def drawn(form: str, *shape: int) -> Parameter:
     """Returns a random parameter with a gradient, in the dtype of a row of ``FORMS``."""
-    dtype = FORMS[form].dtype
+    dtype = parse_work(form).dtype
     param = Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
     param.grad = (torch.randn(shape, device="cuda") * 1e-3).to(dtype)
     return param
@@ -82,7 +74,7 @@ def copy() -> Case:
 def whole(form: str) -> Case:
     program = program_of(form, drawn(form, ELEMENTS // 1024, 1024))
     program.step()  # creates the states
-    return program.step, bytes_of(FORMS[form], program)[1] * ELEMENTS
+    return program.step, bytes_of(parse_work(form), program)[1] * ELEMENTS
 
 
 def rows_without_gradients(form: str, pruned: bool, steps: int = 2000) -> Case:

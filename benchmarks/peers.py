@@ -30,6 +30,7 @@ from common import (
     add_files,
     buffered,
     digits,
+    label_of,
     make_parser,
     markdown_rows,
     new_result,
@@ -42,26 +43,37 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_ext.bench.measure import make_streaming, measure_row, run_times
-from amp_ext.bench.steps import OPTIONS, Program, Step, make_params, make_program, scaled
-from amp_ext.bench.work import SIDES, ShapeList, Work, row_name, uniform
+from amp_ext.bench.steps import (
+    OPTIONS,
+    Program,
+    ShapeList,
+    Step,
+    Work,
+    make_params,
+    make_program,
+    parse_work,
+    row_name,
+    scaled,
+    uniform,
+)
 
 SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
 # Work that other packages can do, too: float32 parameters (FP32), and bf16 parameters with float32
 # states (WIDE), bf16 states (NARROW), or float32 masters and states (MASTER).
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
-    Work("AdamW", torch.float32),
-    Work("AdamW", torch.bfloat16, masters=False),
-    Work("AdamW", torch.bfloat16, masters=False, state_dtype=None),
-    Work("AdamW", torch.bfloat16),
+    parse_work("AdamW fp32"),
+    parse_work("AdamW bf16 + 32-bit states"),
+    parse_work("AdamW bf16 + 16-bit states"),
+    parse_work("AdamW bf16 + master"),
 ]
 
 # Work in little memory: bf16 parameters with split masters, 10 or 7 bytes per parameter in all
 # (SPLIT, SPLIT8), and float32 parameters with 8-bit moments.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
-    Work("AdamW", torch.bfloat16, masters="split", state_dtype=torch.bfloat16),
-    Work("AdamW", torch.bfloat16, masters="split8", state_dtype="8bit"),
-    Work("AdamW", torch.float32, state_dtype="8bit"),
+    parse_work("AdamW bf16 + split + bf16 states"),
+    parse_work("AdamW bf16 + split8 + 8bit states"),
+    parse_work("AdamW fp32 + 8bit states"),
 ]
 
 NOTE = (
@@ -129,12 +141,12 @@ PEERS = {
     "torchao": Peer(
         "torchao", "torchao.optim", "_AdamW", [FP32, NARROW],
         [MASTER],  # uses stochastic rounding instead of a master
-        lambda work: {"bf16_stochastic_round": work.has_masters},
+        lambda work: {"bf16_stochastic_round": work.masters is True},
     ),
     "optimi": Peer(
         "torch-optimi", "optimi", "AdamW", [FP32, NARROW],
         [MASTER],  # uses Kahan summation in bf16 instead of a master
-        lambda work: {"kahan_sum": work.has_masters},
+        lambda work: {"kahan_sum": work.masters is True},
     ),
     "heavyball": Peer(
         "heavyball", "heavyball", "AdamW", [FP32],
@@ -166,8 +178,8 @@ def find(peer: Peer) -> tuple[str, str | None]:
 def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
     """Returns the sides (implementations) of amp_ext and torch that do a kind of work."""
     if work in LOW_MEMORY:
-        return work.sides()
-    if work.has_masters:
+        return ["ours", "in_float32"]
+    if work.masters is True:
         return ["ours", "by_hand", "buffered"]
     is_wide = work.dtype != torch.float32 and work.state_dtype is not None
     # torch's default on a GPU is foreach, which is a side already.
@@ -177,10 +189,10 @@ def sides_of(work: Work, device: torch.device = CPU) -> list[str]:
 
 def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
     """Makes the timed program of one side: amp_ext's, torch's or another package's."""
-    if side in SIDES:
+    if side not in PEERS and side != "buffered":
         return make_program(side, work, params)
     stepped, peer = params, PEERS.get(side)
-    in_loop = work.has_masters and side in ("buffered", "DeepSpeed")
+    in_loop = work.masters is True and side in ("buffered", "DeepSpeed")
     if in_loop:
         stepped = [Parameter(param.detach().float()) for param in params]
     if peer is None:
@@ -189,6 +201,11 @@ def program_of(side: str, work: Work, params: list[Parameter]) -> Program:
         optimizer = peer.make(stepped, work)
     step = scaled(work, stepped, optimizer)
     return Program(params, optimizer, buffered(params, stepped, step) if in_loop else step)
+
+
+def without_scaler(work: Work) -> Work:
+    """Returns the work without a gradient scaler."""
+    return parse_work(work.name.replace(" + scaler", ""))
 
 
 # Comparison of each side with AdamW in float64.
@@ -229,7 +246,7 @@ def deviation(side: str, work: Work, device: torch.device = CPU) -> float:
 @functools.cache
 def reference(dtype: torch.dtype) -> list[Tensor]:
     """Returns the parameters after STEPS steps of torch's AdamW in float64."""
-    start = make_params(Work("AdamW", dtype), SHAPES, CPU, SPREAD)
+    start = make_params(FP32 if dtype == torch.float32 else MASTER, SHAPES, CPU, SPREAD)
     params = [Parameter(param.detach().double()) for param in start]
     optimizer = torch.optim.AdamW(params, **ADAMW)
     for step in range(STEPS):
@@ -252,7 +269,7 @@ def compare(side: str, work: Work, device: torch.device = CPU) -> dict[str, Any]
         A dict with the names of ``work`` and ``side``; ``deviation`` from float64; ``same``, true
         if the side does exactly this work; and ``why``, the error if the side fails, else None.
     """
-    plain = replace(work, scaler=False)
+    plain = without_scaler(work)
     row: dict[str, Any] = {"work": work.name, "side": side, "why": None}
     does = side not in PEERS or plain in PEERS[side].does
     try:
@@ -290,7 +307,7 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
     for shapes in [small, small_model(10, 256)]:
         cold = replace(shapes, name=f"{shapes.name}, cold caches")
         rows += [(work, shapes, False) for work in BESIDE_PEERS]
-        rows += [(replace(work, scaler=True), shapes, False) for work in BESIDE_PEERS]
+        rows += [(parse_work(f"{work.name} + scaler"), shapes, False) for work in BESIDE_PEERS]
         rows += [(work, cold, True) for work in BESIDE_PEERS]
     return rows
 
@@ -361,7 +378,7 @@ def all_sides(
     work: Work, device: torch.device, found: dict[str, tuple[str, str | None]]
 ) -> list[str]:
     """Returns the sides that do some work: amp_ext's, torch's and those of found packages."""
-    plain = replace(work, scaler=False)
+    plain = without_scaler(work)
     peers = [side for side, (_, why) in found.items() if not why]
     return sides_of(plain, device) + [
         side for side in peers if plain in (*PEERS[side].does, *PEERS[side].differs)
@@ -414,7 +431,7 @@ def markdown(result: dict[str, Any]) -> str:
     for title, sides in sections.items():
         table.append([f"**{title}**", *("" for _ in kinds)])
         for side, texts in sides.items():
-            table.append([SIDES.get(side, side), *(texts.get(kind, "") for kind in kinds)])
+            table.append([label_of(side), *(texts.get(kind, "") for kind in kinds)])
     about = f"{'; '.join(result['surroundings'])}. {NOTE}"
     return "\n".join([about, "", *markdown_rows(table), "", *notes(result)])
 

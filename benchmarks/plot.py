@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from common import BLUE, LIGHT_BLUE, ORANGE, RED, digits, save, summarize
-
-from amp_ext.bench.work import SIDES
+from common import BLUE, LIGHT_BLUE, ORANGE, RED, digits, label_of, save, summarize
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -74,8 +72,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.tick_params(labelsize=8)
     sides = dict.fromkeys(side for row in result["rows"] for side in row["sides"])
     handles = [
-        plt.Rectangle((0, 0), 1, 1, color=COLOURS[side], label=SIDES.get(side, side))
-        for side in sides
+        plt.Rectangle((0, 0), 1, 1, color=COLOURS[side], label=label_of(side)) for side in sides
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2 * across, frameon=False)
     figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
@@ -145,12 +142,13 @@ def draw_ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
 def draw_bars(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Draws % of the streaming bandwidth or, for many small tensors, host µs per tensor."""
     many_small = rows[0]["many_small"]
-    figure, factor = ("host_us_per_tensor", 1.0) if many_small else ("share_of_streaming", 100.0)
     place, ticks = 0.0, {}
     for row in rows:
         ticks[place + (len(row["sides"]) - 1) / 2] = row["work"]
         for side, figures in row["sides"].items():
-            bar = axes.barh(place, factor * figures[figure], 0.92, color=COLOURS[side])
+            share = figures["share_of_streaming"]
+            length = 1e6 * figures["seconds"] / row["tensors"] if many_small else 100 * share
+            bar = axes.barh(place, length, 0.92, color=COLOURS[side])
             axes.bar_label(bar, fmt="{:,.2f}" if many_small else "{:.0f} %", padding=3, fontsize=7)
             place += 1
         place += 0.8

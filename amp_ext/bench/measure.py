@@ -20,8 +20,7 @@ from torch.utils.benchmark import Timer
 
 import amp_ext
 from amp_ext import ops
-from amp_ext.bench.steps import Program, Step
-from amp_ext.bench.work import ShapeList, Work
+from amp_ext.bench.steps import Program, ShapeList, Step, Work
 
 STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, many times the caches
 ROUNDS = 6  # number of turns of each side
@@ -29,16 +28,15 @@ ROUNDS = 6  # number of turns of each side
 
 def describe(device: torch.device) -> list[str]:
     """Describes the hardware, versions, commit of the build, and date in lines of text."""
-    cpuinfo, info = Path("/proc/cpuinfo"), Path(amp_ext.__file__).with_name("_build_info.json")
-    found = re.search(r"model name\s*: *(.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    found = re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text())
     gpu = f"{torch.cuda.get_device_name(device)}; " if device.type == "cuda" else ""
     cpu = f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
-    build = json.loads(info.read_text()) if info.exists() else {}
-    commit = (build.get("git") or "unknown")[:12]
+    info = Path(amp_ext.__file__).with_name("_build_info.json")
+    commit = (json.loads(info.read_text())["git"] if info.exists() else None) or "unknown"
     return [
         f"{gpu}{cpu}, load average {os.getloadavg()[0]:.1f}",
         f"torch {torch.__version__}, Python {platform.python_version()}, amp_ext "
-        f"{amp_ext.__version__} ({ops.cpu_isa()}), commit {commit}, {datetime.date.today()}",
+        f"{amp_ext.__version__} ({ops.cpu_isa()}), commit {commit[:12]}, {datetime.date.today()}",
     ]
 
 
@@ -60,10 +58,10 @@ def bytes_of(work: Work, program: Program) -> tuple[float, float]:
     elements = sum(param.numel() for param in program.params)
     kept = sum(tensor.nbytes for tensor in states if tensor.dim() > 0) / elements
     size = work.dtype.itemsize
-    reads = 0 if work.has_masters else size  # with a float32 master, the parameter is not read
-    scan = size if work.scaler or work.clip else 0
+    reads = 0 if work.masters is True else size  # with a float32 master, the parameter is not read
+    scan = size if "scaler" in work.parts or "clip" in work.parts else 0
     # The float32 average is read and written, and the weight that it averages is read.
-    average = 4 if work.average else 0
+    average = 4 if "average" in work.parts else 0
     moved = size + reads + size + 2 * kept + scan + 3 * average
     return 2 * size + kept + average, moved
 
@@ -96,14 +94,14 @@ def measure_row(
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
             times[name] += run(steps[name])
     least = {name: min(seconds) for name, seconds in times.items()}
-    speed = None if shapes.many_small else 1e-9 * streaming[1] / least.pop("streaming")
+    stream = least.pop("streaming", None)
+    speed = None if stream is None else 1e-9 * streaming[1] / stream
+    per_element = {side: 1e9 * seconds / shapes.elements for side, seconds in least.items()}
     figures = {
         side: {
             "seconds": seconds,
-            "ns_per_element": 1e9 * seconds / shapes.elements,
-            "gb_per_s": (gb_per_s := 1e-9 * moved * shapes.elements / seconds),
-            "share_of_streaming": gb_per_s / speed if speed else None,
-            "host_us_per_tensor": 1e6 * seconds / len(shapes.sizes),
+            "ns_per_element": per_element[side],
+            "share_of_streaming": moved / per_element[side] / speed if speed else None,
         }
         for side, seconds in least.items()
     }

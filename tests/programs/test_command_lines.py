@@ -8,8 +8,6 @@ import pytest
 
 from amp_ext.text_table import format_table
 
-PROGRAMS = [("info", []), ("memory", ["7B"])]
-
 
 def test_tables_are_aligned():
     rows = [["name", "size", "note"], ["a", "1,000", "x"], ["longer", "1", ""]]
@@ -20,12 +18,10 @@ def test_tables_are_aligned():
     ]
 
 
-# A program, its arguments or what its file holds, and a part of what it says.
+# A program, its arguments, and a part of what it says.
 REFUSED = [
     ("bench", "--device=cpu --filter=nothing-like-this", "matches no row"),
-    ("bench", "--filter=(", "--filter: '(' is no regular expression: missing )"),
-    ("bench", "--device=no", "--device: must be cpu or a GPU that torch sees"),
-    ("bench", "--device=meta", "--device: must be cpu or a GPU that torch sees"),
+    ("bench", "--device=meta", "invalid choice: 'meta'"),
     ("info", "--fast", "unrecognized arguments: --fast"),
     ("memory", "7X", "must be a whole number"),
     ("memory", "7B --optimizer=tiger", "invalid choice: 'tiger'"),
@@ -34,21 +30,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_bad_arguments_exit_with_2(name, arguments, message, tmp_path, capsys):
+def test_bad_arguments_exit_with_2(name, arguments, message, capsys):
     program = importlib.import_module(f"amp_ext.{name}.__main__")
-    file = tmp_path / "config.json"
-    if isinstance(arguments, bytes):
-        file.write_bytes(arguments)
     with pytest.raises(SystemExit) as exit_info:
-        program.main([str(file)] if file.exists() else arguments.split())
+        program.main(arguments.split())
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "arguments"), PROGRAMS[1:])
-def test_calculators_need_no_binary(name, arguments, copy, run_module):
+def test_the_calculator_needs_no_binary(copy, run_module):
     for binary in copy.glob("_C.*so"):
         binary.unlink()
-    done = run_module(f"amp_ext.{name}", *arguments, folder=copy.parent)
+    done = run_module("amp_ext.memory", "7B", folder=copy.parent)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
