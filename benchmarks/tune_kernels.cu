@@ -1,17 +1,15 @@
-// Times the CUDA step and gradient scan in many shapes, and says which constants of csrc/cuda would
-// be faster on this GPU. It needs only nvcc:
+// Times the CUDA step and gradient scan in many shapes, which StepShape of csrc/cuda/step.cuh and
+// GradientShape of csrc/cuda/gradients.cuh choose for a GPU. It needs only nvcc:
 //
 //   make build/tune_kernels-sm_90 && build/tune_kernels-sm_90
 //
 // The argument "small" selects sizes that the CUDA emulator can run.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "cuda/gradients.cuh"
@@ -151,24 +149,9 @@ Tensors cut(const Memory& memory, const Case& sizes, const int (&bytes)[5], Scra
   return tensors;
 }
 
-// The constants of a Shape, in the order of kConstants.
-using Described = std::array<int, 4>;
-constexpr const char* kConstants[] = {"kThreads", "kTileSize", "kBlocks", "kPacks"};
-
-template <typename Shape>
-constexpr Described described() {
-  return {Shape::kThreads, Shape::kTileSize, Shape::kBlocks, Shape::kPacks};
-}
-
-std::string text_of(const Described& shape) {
-  char text[80];
-  std::snprintf(text, sizeof text, "%7d%6d%7d%6d", shape[0], shape[1], shape[2], shape[3]);
-  return text;
-}
-
 // A kernel compiled in one shape.
 struct Variant {
-  Described shape;
+  int threads, tile, blocks, packs;
   int (*run)(const Tensors& tensors, Scratch& scratch);
 };
 
@@ -177,19 +160,6 @@ struct Step {
   using Param = typename Combination::Param;
   using Each = Streams<FormatsOf<Combination, AdamHyperparameters, 2>>;
   static constexpr bool kFast = kHasFastPath<Adam<float>, Each>;
-  using Present = std::conditional_t<kFast, FastShape<Adam, Each>, StepShape<Adam, Each>>;
-  // Returns the shape in csrc/cuda. The kBlocks of host code is not the one for this GPU.
-  static Described present() {
-    int device = 0;
-    int major = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-          "cudaDeviceGetAttribute");
-    Described shape = described<Present>();
-    shape[2] = kFast ? fast_blocks_on<Adam, Each>(100 * major) : blocks_on<Adam, Each>(100 * major);
-    return shape;
-  }
-  static constexpr const char* kPlace = "StepShape in csrc/cuda/step.cuh";
   static constexpr int kBlocksFactor = 1;
   static constexpr int kParamBytes = sizeof(typename Param::Stored);
   static constexpr BufferFormat kFormat = Each::NumberFormats::template Buffer<0>::kFormat;
@@ -231,9 +201,6 @@ struct Step {
 
 template <typename Grad, bool kSumSquares>
 struct GradScan {
-  using Present = GradientShape<Grad>;
-  static Described present() { return described<Present>(); }
-  static constexpr const char* kPlace = "GradientShape in csrc/cuda/gradients.cuh";
   static constexpr int kBlocksFactor = 2;
   static constexpr int kBytes[5] = {sizeof(Grad), 0, 0, 0, 0};
   static constexpr int kMoved = sizeof(Grad);
@@ -256,31 +223,20 @@ struct GradScan {
 // A kernel in all shapes.
 struct Kernel {
   const char* name;
-  const char* place;  // where the constants are defined
   const int (&bytes)[5];
   int moved;
-  // Index in `variants` of the shape in csrc/cuda. A launch of few elements uses smaller tiles.
-  int present;
   std::vector<Variant> variants;
 };
 
 template <typename Of>
 Kernel in_all_shapes(const char* name) {
-  Kernel kernel = {name, Of::kPlace, Of::kBytes, Of::kMoved, -1, {}};
-  const Described present = Of::present();
-#define AMP_EXT_ADD(threads, tile, blocks, packs)                                                \
-  {                                                                                              \
-    using Each = Shape<threads, tile, Of::kBlocksFactor * blocks, packs>;                        \
-    if (described<Each>() == present) kernel.present = static_cast<int>(kernel.variants.size()); \
-    kernel.variants.push_back({described<Each>(), &Of::template run<Each>});                     \
-  }
+  Kernel kernel = {name, Of::kBytes, Of::kMoved, {}};
+#define AMP_EXT_ADD(threads, tile, blocks, packs) \
+  kernel.variants.push_back(                      \
+      {threads, tile, blocks, packs,              \
+       &Of::template run<Shape<threads, tile, Of::kBlocksFactor * blocks, packs>>});
   AMP_EXT_FOR_EACH_SHAPE(AMP_EXT_ADD)
 #undef AMP_EXT_ADD
-  if (kernel.present < 0) {
-    std::fprintf(stderr, "%s: the present shape is not among those to be timed\n", name);
-    std::exit(1);
-  }
-  kernel.variants[kernel.present].run = &Of::template run<typename Of::Present>;
   return kernel;
 }
 
@@ -310,54 +266,32 @@ double seconds_of(const Run& run, float round_milliseconds) {
   return least / 1e3;
 }
 
-// Times a kernel in all shapes and prints GB/s. Returns a line of advice.
-std::string tune(const Kernel& kernel, const std::vector<Case>& cases, const Memory& memory,
-                 float round_milliseconds) {
-  std::printf("\n%s, GB/s\n%7s%6s%7s%6s ", kernel.name, "threads", "tile", "blocks", "packs");
+// Times a kernel in all shapes and prints GB/s, in the last column the geometric mean of the cases,
+// in which a percent counts the same in every case.
+void tune(const Kernel& kernel, const std::vector<Case>& cases, const Memory& memory,
+          float round_milliseconds) {
+  std::printf("\n%s, GB/s\nthreads  tile blocks packs", kernel.name);
   for (const Case& each : cases) {
     std::printf(" %5.0e/%-5lld", static_cast<double>(each.elements),
                 static_cast<long long>(each.tensors));
   }
-  std::printf("\n");
-  std::vector<std::vector<double>> speeds(kernel.variants.size());  // bytes per second
-  for (const Case& each : cases) {
-    Scratch scratch(each.elements / 1024 + each.tensors + 1, each.tensors);
-    scratch.grad_scale.hold(2.0f);
-    const Tensors tensors = cut(memory, each, kernel.bytes, scratch);
-    for (size_t i = 0; i < kernel.variants.size(); ++i) {
+  std::printf("        mean\n");
+  for (const Variant& variant : kernel.variants) {
+    std::printf("%7d%6d%7d%6d", variant.threads, variant.tile, variant.blocks, variant.packs);
+    double logarithms = 0.0;
+    for (const Case& each : cases) {
+      Scratch scratch(each.elements / 1024 + each.tensors + 1, each.tensors);
+      scratch.grad_scale.hold(2.0f);
+      const Tensors tensors = cut(memory, each, kernel.bytes, scratch);
       memory.fill();
       const double seconds =
-          seconds_of([&] { return kernel.variants[i].run(tensors, scratch); }, round_milliseconds);
-      speeds[i].push_back(static_cast<double>(tensors.elements * kernel.moved) / seconds);
-    }
-  }
-  // Compare geometric means, so that a percent counts the same in every case.
-  std::vector<double> means;
-  for (size_t i = 0; i < kernel.variants.size(); ++i) {
-    std::printf("%s%c", text_of(kernel.variants[i].shape).c_str(),
-                static_cast<int>(i) == kernel.present ? '*' : ' ');
-    double logarithms = 0.0;
-    for (const double speed : speeds[i]) {
-      std::printf("%12.1f", 1e-9 * speed);
+          seconds_of([&] { return variant.run(tensors, scratch); }, round_milliseconds);
+      const double speed = 1e-9 * static_cast<double>(tensors.elements * kernel.moved) / seconds;
+      std::printf("%12.1f", speed);
       logarithms += std::log(speed);
     }
-    std::printf("\n");
-    means.push_back(std::exp(logarithms / static_cast<double>(cases.size())));
+    std::printf("%12.1f\n", std::exp(logarithms / static_cast<double>(cases.size())));
   }
-  const auto best = std::max_element(means.begin(), means.end()) - means.begin();
-  const double gain = means[best] / means[kernel.present] - 1.0;
-  if (gain < 0.01) return std::string(kernel.name) + ": leave it, nothing gains 1 %";
-  std::string changes;
-  for (int i = 0; i < 4; ++i) {
-    const int from = kernel.variants[kernel.present].shape[i], to = kernel.variants[best].shape[i];
-    if (from == to) continue;
-    changes += std::string(changes.empty() ? "" : ", ") + kConstants[i] + " from " +
-               std::to_string(from) + " to " + std::to_string(to);
-  }
-  char line[300];
-  std::snprintf(line, sizeof line, "%s: change %s (%s), which gains %.1f %%", kernel.name,
-                changes.c_str(), kernel.place, 100.0 * gain);
-  return line;
 }
 
 int run(bool small) {
@@ -398,12 +332,7 @@ int run(bool small) {
   for (const Case& each : cases) bytes = std::max(bytes, bytes_for(each));
   const Memory memory(bytes, 0x3c);
 
-  std::vector<std::string> advice;
-  for (const Kernel& kernel : kernels) {
-    advice.push_back(tune(kernel, cases, memory, round_milliseconds));
-  }
-  std::printf("\n* is how it is compiled. What this GPU says:\n");
-  for (const std::string& line : advice) std::printf("%s\n", line.c_str());
+  for (const Kernel& kernel : kernels) tune(kernel, cases, memory, round_milliseconds);
   return 0;
 }
 

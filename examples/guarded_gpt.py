@@ -55,20 +55,12 @@ QUICK = replace(GUARDED_GPT, steps=210, warm_up=20, context=32, width=32)
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """One of the compared training configurations.
-
-    Attributes:
-        name: The label in the figure and the table.
-        is_broken: Whether broken batches are inserted between the healthy ones.
-        has_guard: Whether the optimizer has a NormGuard.
-        max_grad_norm: The clipping threshold; inf measures the norm without clipping.
-        colour: The colour of its curves.
-    """
+    """One of the compared training configurations."""
 
     name: str
-    is_broken: bool
+    is_broken: bool  # whether broken batches are inserted between the healthy ones
     has_guard: bool
-    max_grad_norm: float
+    max_grad_norm: float  # inf measures the norm without clipping
     colour: str
 
 
@@ -148,9 +140,9 @@ Results = dict[Recipe, list[Run]]
 
 def draw(results: Results, settings: Settings, path: Path) -> None:
     """Draws the validation losses, and the gradient norms of the first guarded run."""
-    seeds = len(results[CLEAN])
-    figure = start_figure("A GPT on text of which a part is broken", 5)
-    loss_axes, norm_axes = figure.subplots(1, 2)
+    figure, (loss_axes, norm_axes) = start_figure(
+        "A GPT on text of which a part is broken", 5, ncols=2
+    )
     for recipe, runs in results.items():
         steps = list(runs[0].validations)
         losses = [mean(run.validations[step] for run in runs) for step in steps]
@@ -160,29 +152,17 @@ def draw(results: Results, settings: Settings, path: Path) -> None:
     loss_axes.set(title="Validation loss: nats per character", xlabel="healthy batches")
 
     run = results[GUARDED][0]
-    steps = range(len(run.norms))
-    for is_broken, is_skipped, mark, colour, label in (
-        (False, False, ".", "#56B4E9", "healthy, taken"),
-        (True, True, "x", "#D55E00", "broken, skipped"),
-        (False, True, "o", "#004D7A", "healthy, skipped"),
-        (True, False, "D", "#CC79A7", "broken, taken"),
-    ):
-        kind = (is_broken, is_skipped)
-        chosen = [s for s in steps if (run.broken[s], run.skipped[s]) == kind]
-        if chosen:
-            norms = [run.norms[step] for step in chosen]
-            label = f"{label}: {len(chosen)}"
-            norm_axes.plot(chosen, norms, mark, color=colour, ms=5, label=label)
+    for is_broken, colour, label in ((False, "#56B4E9", "healthy"), (True, "#D55E00", "broken")):
+        chosen = [step for step, broken in enumerate(run.broken) if broken == is_broken]
+        label = f"{label}: {sum(run.skips(is_broken))} of {len(chosen)} skipped"
+        norm_axes.plot(chosen, [run.norms[step] for step in chosen], ".", color=colour, label=label)
     norm_axes.plot(run.limits, color="#000000", lw=1, label="limit")
     norm_axes.set(title="Norms of the gradients, with the guard", xlabel="step", yscale="log")
     finish_axes(loss_axes, norm_axes)
     norm_axes.legend(frameon=False, loc="center right")
     caption = (
-        f"{'Curves on the left: mean of the seeds; on the right the first. ' * (seeds > 1)}"
-        f"{settings.layers} layers of width {settings.width}, batches of {settings.rows} pieces of "
-        f"{settings.context} characters, AdamW, fp16 parameters with float32 masters. From healthy "
-        f"batch {first_broken(settings)} on, {BROKEN_SHARE:.0%} of the steps have zeros as all "
-        "targets. All runs get the same healthy batches at the same learning rates."
+        f"Left: mean of {len(results[CLEAN])} seeds; right: the first. From healthy batch "
+        f"{first_broken(settings)} on, {BROKEN_SHARE:.0%} of the steps have zeros as all targets."
     )
     write_figure(figure, caption, path, dpi=110)
 

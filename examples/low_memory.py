@@ -24,7 +24,7 @@ import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -53,30 +53,24 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """A way to store parameters and optimizer states.
-
-    Attributes:
-        name: The label in the figure and the table.
-        dtype: The dtype of the parameters and gradients.
-        options: Keyword arguments of AdamW.
-    """
+    """A way to store parameters and optimizer states."""
 
     name: str
-    dtype: torch.dtype
-    options: dict[str, Any]
+    options: dict[str, Any]  # keyword arguments of AdamW
+    dtype: torch.dtype = BF16  # dtype of the parameters and gradients
 
 
 def in_bf16(name: str, **options: Any) -> Configuration:
     """Returns a configuration with bf16 parameters."""
-    return Configuration(name, BF16, options)
+    return Configuration(name, options)
 
 
 MASTERS = in_bf16("bf16 + masters, fp32 states")  # the baseline of all comparisons
 # Every configuration must end as well as MASTERS, except AS_TORCH, which is expected to end worse.
 AS_TORCH = in_bf16("bf16, all to nearest, as torch", master_weights=False, state_dtype=None)
 CONFIGURATIONS = (
-    Configuration("fp32, fp32 states", torch.float32, {}),
-    Configuration("fp32, bf16 states", torch.float32, {"state_dtype": BF16}),
+    Configuration("fp32, fp32 states", {}, torch.float32),
+    Configuration("fp32, bf16 states", {"state_dtype": BF16}, torch.float32),
     MASTERS,
     in_bf16("bf16 + split, fp32 states", master_weights="split"),
     in_bf16("bf16 + split, bf16 states", master_weights="split", state_dtype=BF16),
@@ -140,17 +134,10 @@ def bytes_stored(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> in
     return round((held + kept) / sum(param.numel() for param in params))
 
 
-@dataclass
-class Photo:
-    """Result of fitting the photograph with one seed."""
-
-    psnr: float  # peak signal-to-noise ratio in dB
-
-
 def train_photo(
     configuration: Configuration, picture: Tensor, settings: photo.Settings, seed: int
-) -> Photo:
-    """Fits one network to ``picture``, float32 ``[size, size, 3]`` with values from 0 to 1."""
+) -> float:
+    """Fits one network to ``picture``; returns the peak signal-to-noise ratio in dB."""
     frequency, model = photo.make_start(settings, seed)
     features = photo.fourier_features(settings.size, frequency).to(configuration.dtype)
     colours = picture.view(-1, 3)
@@ -166,10 +153,10 @@ def train_photo(
         schedule.step()
     with torch.no_grad():
         learned = model(features).float().clamp(0, 1)
-    return Photo(-10 * math.log10(functional.mse_loss(learned, colours).item()))
+    return -10 * math.log10(functional.mse_loss(learned, colours).item())
 
 
-Photos = dict[Configuration, list[Photo]]  # one per seed
+Photos = dict[Configuration, list[float]]  # dB, one per seed
 Gpts = dict[Configuration, list[Run]]
 
 
@@ -177,8 +164,7 @@ def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
     """Draws the GPT's losses, and each configuration's difference to MASTERS, a dot per seed."""
     sizes = [gpts[each][0].bytes for each in CONFIGURATIONS]
     title = f"A photograph and a GPT in {min(sizes)} to {max(sizes)} bytes a parameter"
-    figure = start_figure(title, 5.6)
-    loss_axes, photo_axes, gap_axes = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
+    figure, (loss_axes, photo_axes, gap_axes) = start_figure(title, 5.6, ncols=3)
     for place, each in enumerate(CONFIGURATIONS):
         colour = colour_of(each)
         runs, places = gpts[each], [place] * len(gpts[each])
@@ -204,13 +190,10 @@ def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.axvline(0, color=colour_of(MASTERS), lw=1)
     finish_axes(loss_axes, photo_axes, gap_axes)
-    seeds = len(photos[MASTERS])
     caption = (
-        f"{'Curves: mean of the seeds. ' * (seeds > 1)}Δ: against bf16 parameters with float32 "
-        f"masters and states, the wide line, with the same seed; {seeds} of them. Grey: "
-        f"{LARGEST_PSNR_GAP} dB and {LARGEST_LOSS_GAP} nats, beyond which scales are logarithmic. "
-        "B: bytes of a parameter with gradient, master and states. AdamW; the photograph is "
-        "computed in bf16, the GPT in fp32 from what is stored."
+        f"Δ: against bf16 parameters with float32 masters and states, the wide line, with the same "
+        f"seed; {len(photos[MASTERS])} of them. Grey: {LARGEST_PSNR_GAP} dB and {LARGEST_LOSS_GAP} "
+        "nats, beyond which scales are logarithmic."
     )
     write_figure(figure, caption, path, dpi=130)
 
@@ -228,17 +211,12 @@ def make_table(photos: Photos, gpts: Gpts) -> str:
     """Formats the means over the seeds as a table; Δ is the difference to the third row."""
     table = [["how it is stored", "B", "photo, dB", "Δ", "GPT, nats", "Δ"]]
     for each in CONFIGURATIONS:
-        psnr, loss = mean(run.psnr for run in photos[each]), mean(r.last_loss for r in gpts[each])
+        psnr, loss = mean(photos[each]), mean(r.last_loss for r in gpts[each])
         gain = mean(differences(photos, each, MASTERS))
         gap = mean(differences(gpts, each, MASTERS, "last_loss"))
         cells = [f"{psnr:.2f}", f"{gain:+.2f}", f"{loss:.4f}", f"{gap:+.4f}"]
         table.append([each.name, str(gpts[each][0].bytes), *cells])
-    text = format_table(table)
-    if len(photos[MASTERS]) > 1:
-        psnr = stdev(run.psnr for run in photos[MASTERS])
-        loss = stdev(run.last_loss for run in gpts[MASTERS])
-        text += f"\nThird row, over its seeds: ± {psnr:.2f} dB, ± {loss:.4f} nats"
-    return text
+    return format_table(table)
 
 
 def check(photos: Photos, gpts: Gpts) -> dict[str, bool]:

@@ -62,23 +62,31 @@ def run_all(
     return results
 
 
-def differences(
-    results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "psnr"
-) -> list[float]:
+def differences(results: dict[Any, list[Any]], recipe: Any, base: Any, of: str = "") -> list[float]:
     """Returns how much a recipe's result exceeds that of ``base``, for each seed.
 
-    ``of`` is the attribute of a run that holds the result.
+    ``of`` is the attribute of a run that holds the result; without it, a run is the number.
     """
     pairs = zip(results[recipe], results[base], strict=True)
-    return [getattr(run, of) - getattr(other, of) for run, other in pairs]
+    return [getattr(a, of) - getattr(b, of) if of else a - b for a, b in pairs]
 
 
-def start_figure(title: str, height: float) -> Figure:
-    """Returns an empty figure, ``height`` inches high, with a title."""
+def start_figure(title: str, height: float, **grid: Any) -> tuple[Figure, Any]:
+    """Returns a figure, ``height`` inches high, with a title, and the axes of its ``grid``."""
     figure = plt.figure(figsize=(13, height))
     figure.suptitle(title, fontsize=15)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.08)
-    return figure
+    return figure, figure.subplots(**grid) if grid else None
+
+
+def plot_scale(axes: Axes, scales: Sequence[float], skipped: Sequence[int], **style: Any) -> None:
+    """Draws a loss scale over the steps, and a mark for each step that was skipped."""
+    axes.plot(scales, drawstyle="steps-post", **style)
+    if skipped:
+        style |= {"label": "skipped step", "ls": "", "marker": "v", "ms": 8}
+        axes.plot(skipped, [scales[step] for step in skipped], **style)
+    axes.set(title="Loss scale", xlabel="step")
+    axes.set_yscale("log", base=2)
 
 
 def finish_axes(*axes: Axes) -> None:

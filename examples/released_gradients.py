@@ -111,8 +111,8 @@ def train(recipe: Recipe, text: Text, settings: Settings) -> Run:
 
 def draw(runs: dict[Recipe, Run], settings: Settings, path: Path) -> None:
     """Draws the bytes over the last iteration, and the training losses."""
-    figure = start_figure("Released gradients: each parameter is stepped inside backward()", 5)
-    memory_axes, loss_axes = figure.subplots(1, 2)
+    title = "Released gradients: each parameter is stepped inside backward()"
+    figure, (memory_axes, loss_axes) = start_figure(title, 5, ncols=2)
     for width, (recipe, run) in zip((6, 3, 1.2), runs.items(), strict=True):
         sizes = [size / 2**20 for size in run.live]
         label = f"{recipe.name}: {max(run.live) / run.parameters:.2f} bytes a parameter"
@@ -121,21 +121,16 @@ def draw(runs: dict[Recipe, Run], settings: Settings, path: Path) -> None:
         steps = range(WINDOW // 2, settings.steps, WINDOW)
         losses = torch.tensor(run.losses).unfold(0, WINDOW, WINDOW).mean(1)
         loss_axes.plot(steps, losses, color=recipe.colour, lw=width, label=label)
-    hooks = len(runs[PLAIN].live) - 4
     memory_axes.set(
         title="Parameters, masters, gradients and states: MiB", xlabel="hooks of backward()"
     )
-    memory_axes.axvline(hooks + 1, color="#000000", ls=":", lw=1)
     memory_axes.set_ylim(bottom=0)
-    memory_axes.text(hooks + 0.8, 0.5, "end of backward()", ha="right", va="bottom")
     loss_axes.set(title="Training loss: nats per character. Legend: validation", xlabel="step")
     finish_axes(memory_axes, loss_axes)
-    memory_axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.62))
     caption = (
-        f"{settings.layers} layers of width {settings.width}, {runs[PLAIN].parameters:,} bf16 "
-        f"parameters, batches of {settings.rows} pieces of {settings.context} characters, AdamW. "
-        "Left: the last iteration; each hook counts before it frees the gradient. Activations are "
-        f"not counted. Right: means of {WINDOW} steps; the losses of the first two runs are equal."
+        f"{runs[PLAIN].parameters:,} bf16 parameters. Left: the last iteration; each hook counts "
+        "before it frees the gradient; activations are not counted. Right: means of "
+        f"{WINDOW} steps; the losses of the first two runs are equal."
     )
     write_figure(figure, caption, path, dpi=110)
 

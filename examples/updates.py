@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 from char_gpt import GPT, LEARNING_RATE, QUICK, Settings, Text, loss_of, warm_up_and_cosine
-from matplotlib.figure import Figure
-from presentation import finish, make_parser, read_options
+from presentation import finish, finish_axes, make_parser, read_options, start_figure, write_figure
 
 import amp_ext
 from amp_ext.text_table import format_table
@@ -86,33 +85,20 @@ def table_of(updates: dict[str, LayerUpdate]) -> str:
     return format_table(rows)
 
 
-def plot(updates: dict[str, LayerUpdate], path: Path) -> None:
-    """Draws the norms of weights and updates, their ratios, and the fractions that stay.
-
-    The axis of the norms is logarithmic, so that updates of 0 are not shown.
-    """
-    rows = range(len(updates))
-    figure = Figure(figsize=(9, 1.5 + 0.22 * len(updates)), layout="constrained")
-    of_norms, of_shares = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-    layers = updates.values()
-    columns = {
-        "weight": ([layer.norm for layer in layers], "#777777", "s"),
-        "update": ([layer.update for layer in layers], "#1f77b4", "o"),
-        "update / weight": ([layer.update / layer.norm for layer in layers], "#d62728", "x"),
-    }
-    for label, (values, color, marker) in columns.items():
-        of_norms.plot(values, rows, marker, color=color, label=label, markersize=5)
-    of_norms.set(xscale="log", yticks=rows, yticklabels=updates, ylim=(len(updates) - 0.5, -0.5))
-    of_norms.set_title("Norms", fontsize=10)
-    shares = [100 * layer.unmoved for layer in layers]
-    of_shares.barh(rows, shares, color="#ff7f0e", height=0.6)
-    of_shares.set(xlim=(0, 100))
-    of_shares.set_title("Elements that stay as they are, %", fontsize=10)
-    for axes in (of_norms, of_shares):
-        axes.grid(axis="x", color="#dddddd", linewidth=0.5)
-        axes.set_axisbelow(True)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
+def draw(updates: dict[str, LayerUpdate], path: Path) -> None:
+    """Draws the norms of weights and updates, and the fractions of elements that stay."""
+    rows, layers = range(len(updates)), updates.values()
+    figure, (of_norms, of_shares) = start_figure(
+        "What a step without masters does to each layer", 7, ncols=2, sharey=True
+    )
+    of_norms.plot([layer.norm for layer in layers], rows, "s", color="#777777", label="weight")
+    of_norms.plot([layer.update for layer in layers], rows, "o", color="#004D7A", label="update")
+    of_norms.set(title="Norms", xscale="log", yticks=rows, yticklabels=updates)
+    of_norms.invert_yaxis()
+    of_shares.barh(rows, [100 * layer.unmoved for layer in layers], color="#E69F00", height=0.6)
+    of_shares.set(title="Elements that stay as they are, %", xlim=(0, 100))
+    finish_axes(of_norms, of_shares)
+    write_figure(figure, "", path)
 
 
 def mean_share(updates: dict[str, LayerUpdate], of: str) -> float:
@@ -130,7 +116,7 @@ def main() -> int:
     text = Text("cpu")
     with_masters, alone = (measure_last(text, settings, masters) for masters in (True, False))
     figure = arguments.out / "updates.png"
-    plot(alone, figure)
+    draw(alone, figure)
     table = f"With masters:\n{table_of(with_masters)}\n\nWithout:\n{table_of(alone)}"
     claims = {
         "without masters most elements stay": mean_share(alone, "unmoved") > 0.5,

@@ -11,14 +11,9 @@ A loop is a strongly connected set of basic blocks; an innermost loop contains n
 main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. If a kernel
 has fewer main loops than the table says, the compiler has narrowed the accesses of a loop. In a
 main loop, each access to global memory must have 128 bits, except one load and one store of each
-8-bit array (residuals, codes, exponents). Every other innermost loop handles single elements, with
-no more accesses than a main loop. No innermost loop may access local memory (spilled registers).
-Around its loops, which a thread enters once per tile, the fast path of a step may save a few
-registers.
-
-For the fast path of a step, the table also limits the instructions per element in the main loop: of
-all instructions, and of those on the ALU. Blocks that ordinary values never reach do not count: the
-slow path of a division, and the repetition of a shuffle for a divergent warp.
+8-bit array (residuals, codes, exponents). No innermost loop may access local memory (spilled
+registers). Around its loops, which a thread enters once per tile, the fast path of a step may save
+a few registers.
 """
 
 from __future__ import annotations
@@ -52,16 +47,6 @@ LABEL = re.compile(r"^(\.L_\w+):")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 WIDTH = re.compile(r"\.[US]?(8|16|64|128|256)\b")
 ENDS = ("BRA", "EXIT", "RET", "BRX", "JMP")
-RARE = re.compile(r"^CALL\b|COLLECTIVE")
-# Names of instructions that do not run on the ALU pipe.
-FLOATS = ("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "MUFU", "I2F", "F2I")
-MEMORY = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDC", "LDL", "STL", "SHFL", "REDUX", "ATOM")
-CONTROL = ("BRA", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "NOP", "WARPSYNC", "VOTE", "BAR")
-UNIFORM = ("R2UR", "S2UR", "S2R", "CS2R")
-
-
-class UnreadableError(Exception):
-    """The compiled files are missing or can't be read, so there is nothing to check."""
 
 
 @dataclass
@@ -71,7 +56,6 @@ class Instruction:
     predicate: str | None
     opcode: str
     target: str | None
-    is_rare: bool = False
 
     @property
     def name(self) -> str:
@@ -92,11 +76,6 @@ class Instruction:
     def is_local(self) -> bool:
         return self.name in ("LDL", "STL")
 
-    @property
-    def is_of_alu(self) -> bool:
-        elsewhere = FLOATS + MEMORY + CONTROL + UNIFORM
-        return self.name not in elsewhere and not self.name.startswith("U")
-
 
 @dataclass
 class Kernel:
@@ -112,7 +91,6 @@ class Kernel:
     spills: int = 0
     threads: int = 256
     arrays_of_bytes: int = 0
-    elements_of_pack: int = 8
     is_fast: bool = False
     loops: list[list[Instruction]] = field(default_factory=list)
 
@@ -142,10 +120,6 @@ def loops_of(code: list[Instruction], labels: dict[str, int]) -> list[list[Instr
     behind_branches = [i + 1 for i, each in enumerate(code) if each.name in ENDS]
     starts = sorted({0, *behind_branches, *labels.values()} - {len(code)})
     ends = dict(zip(starts, [*starts[1:], len(code)], strict=True))  # maps starts of blocks to ends
-    for start, end in ends.items():
-        is_rare = any(RARE.search(each.opcode) for each in code[start:end])
-        for each in code[start:end]:
-            each.is_rare = is_rare
     graph = networkx.DiGraph([(-1, 0)])  # -1 stands for the launch, which enters the first block
     graph.add_nodes_from(starts)
     for start, end in ends.items():
@@ -217,7 +191,7 @@ def printed_by(command: list[str | Path], text: str = "") -> str:
     """Returns the output of a program."""
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UnreadableError(f"{command[0]} {command[-1]}: {done.stderr.strip()}")
+        sys.exit(f"check_machine_code.py: {command[0]} {command[-1]}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -239,8 +213,6 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
     for kernel, signature in zip(kernels, signatures, strict=True):
         kernel.name, kernel.threads, kernel.arrays_of_bytes = name_of(signature)
         kernel.is_fast = is_fast(signature)
-        if kernel.name.startswith("step ") and not re.search("16|Half|8bit", kernel.name):
-            kernel.elements_of_pack = 4
         kernel.loops = loops_of(kernel.code, kernel.labels)
     return kernels
 
@@ -267,10 +239,8 @@ class Row(NamedTuple):
 
     names: str  # shell pattern for names of kernels
     architectures: str  # shell pattern for architectures, such as "sm_90"
-    # Least blocks per multiprocessor. For the fast path, the limit of instructions per element.
-    blocks: int
-    # Least number of main loops. For the fast path, the limit of ALU instructions per element.
-    loops: int
+    blocks: int  # least blocks per multiprocessor
+    loops: int  # least number of main loops
 
 
 def read_table(text: str) -> list[Row]:
@@ -279,38 +249,12 @@ def read_table(text: str) -> list[Row]:
     return [Row(names, where, int(blocks), int(loops)) for names, where, blocks, loops in cells]
 
 
-def find_row(name: str, architecture: str, rows: list[Row]) -> Row | None:
-    """Returns the first row whose patterns match, or None."""
-    both = f"{name}|{architecture}"
-    return next((r for r in rows if fnmatch.fnmatchcase(both, f"{r[0]}|{r[1]}")), None)
-
-
-def fast_faults(kernel: Kernel, rows: list[Row]) -> Iterator[str]:
-    """Yields the faults of a fast-path kernel: too many instructions in its main loop."""
-    row = find_row(f"fast {kernel.name}", kernel.architecture, rows)
-    if row is None:
-        return
-    # The longer main loops handle elements that leave the fast path.
-    loops = [[each for each in loop if not each.is_rare] for loop in kernel.main_loops()]
-    usual = min(loops, key=len, default=[])
-    for count, most, what in (
-        (len(usual), row.blocks, "instructions"),
-        (sum(each.is_of_alu for each in usual), row.loops, "instructions of the ALU"),
-    ):
-        each = count / kernel.elements_of_pack
-        if each > most:
-            yield f"its fast path has {each:.1f} {what} an element, not at most {most}"
-
-
 def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
-    """Returns the row of a kernel, or None. Formulas without a row use the "other step" rows."""
+    """Returns the first row that matches, or None. Other formulas use the "other step" rows."""
     named = {row.names.split()[1] for row in rows if row.names.startswith("step ")}
     is_other = kernel.name.startswith("step ") and kernel.name.split()[1] not in named
-    return find_row("other " * is_other + kernel.name, kernel.architecture, rows)
-
-
-def accesses(loop: list[Instruction]) -> int:
-    return sum(each.is_access for each in loop)
+    both = f"{'other ' * is_other}{kernel.name}|{kernel.architecture}"
+    return next((r for r in rows if fnmatch.fnmatchcase(both, f"{r[0]}|{r[1]}")), None)
 
 
 def faults(kernel: Kernel, row: Row) -> Iterator[str]:
@@ -328,15 +272,10 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
         narrow = [each.opcode for each in loop if each.is_access and not each.is_wide]
         if len(narrow) > 2 * kernel.arrays_of_bytes:
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
-    # The loop for elements that leave the fast path may have one more access, to store the
-    # gradient.
-    most = max((accesses(loop) for loop in main), default=0) + kernel.is_fast
     for loop in kernel.loops:
         local = [each.opcode for each in loop if each.is_local]
         if local:
             yield f"a loop uses local memory: {', '.join(local)}"
-        if loop not in main and row.loops and accesses(loop) > most:
-            yield (f"a loop over single elements has {accesses(loop)} accesses, a main loop {most}")
 
 
 def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
@@ -345,7 +284,6 @@ def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
     for kernel in kernels:
         row = row_of(kernel, rows)
         texts = list(faults(kernel, row)) if row else ["no row of the table has this kernel"]
-        texts += fast_faults(kernel, rows) if kernel.is_fast else ()
         path = "fast " if kernel.is_fast else ""
         wrong += [f"{path}{kernel.name}, {kernel.architecture}: {text}" for text in texts]
     return wrong
@@ -358,7 +296,7 @@ def find_nvdisasm() -> str:
     folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin"))
     found = shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
     if found is None:
-        raise UnreadableError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
+        sys.exit("check_machine_code.py: nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
     return found
 
 
@@ -367,7 +305,7 @@ def read(folder: Path) -> list[Kernel]:
     nvdisasm = find_nvdisasm()
     cubins = sorted([*folder.glob("*.compute_*.cubin"), *folder.glob("*.sm_*.cubin")])
     if not cubins:
-        raise UnreadableError(f"there is no machine code in {folder}")
+        sys.exit(f"check_machine_code.py: there is no machine code in {folder}")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         listings = pool.map(lambda cubin: printed_by([nvdisasm, "-c", cubin]), cubins)
         kernels = [
@@ -380,16 +318,12 @@ def read(folder: Path) -> list[Kernel]:
         read_log(log.read_text(), by_symbol)
     unknown = [each.name for each in kernels if each.registers == 0]
     if unknown:
-        raise UnreadableError(f"ptxas says nothing of {', '.join(unknown)}")
+        sys.exit(f"check_machine_code.py: ptxas says nothing of {', '.join(unknown)}")
     return kernels
 
 
 def main() -> int:
-    try:
-        kernels = read(Path(sys.argv[1]))
-    except UnreadableError as error:
-        print(f"check_machine_code.py: {error}", file=sys.stderr)
-        return 1
+    kernels = read(Path(sys.argv[1]))
     wrong = check(kernels, read_table(TABLE.read_text()))
     for text in wrong:
         print(text, file=sys.stderr)

@@ -153,7 +153,7 @@ case $list in
     # Leaves out the tests of the emulator and the CPU, which need no GPU.
     row suite 180 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" \
       --junitxml "$out/suite.xml" -k 'not emulat and not cpu' tests
-    # The last lines of tuning.log say which constants of csrc/cuda would suit this GPU better. Running
+    # tuning.log has the speeds of the kernels in other shapes. Running
     # `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
     row tuning-build 100 make "$tuning"
     row tuning 60 "$tuning"

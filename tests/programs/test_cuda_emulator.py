@@ -116,10 +116,5 @@ def test_the_kernels_run_in_every_shape_that_is_timed_on_a_gpu():
         timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
-    _, advice = done.stdout.split("What this GPU says:\n")
-    each_has_a_row = r"^ +\d+ +\d+ +\d+ +\d+[* ]( +\d+\.\d){2}$"
+    each_has_a_row = r"^ +\d+ +\d+ +\d+ +\d+( +\d+\.\d){3}$"
     assert len(re.findall(each_has_a_row, done.stdout, re.MULTILINE)) == 21 * 9
-    assert len(re.findall(r"\d\* ", done.stdout)) == 9
-    says = r"(step|scan).*: (leave it|change k\w+ from \d+ to \d+.* in csrc/cuda/\w+\.cuh)"
-    assert all(re.match(says, line) for line in advice.splitlines())
-    assert len(advice.splitlines()) == 9
