@@ -45,21 +45,6 @@ def leaning(steps: int, generator: torch.Generator) -> Tensor:
     return (torch.randn(steps, *SHAPE, generator=generator) + side) * sizes
 
 
-def permuted(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients whose magnitudes change places halfway, within each row."""
-    before = scales(1.5, generator)
-    order = torch.rand(SHAPE, generator=generator).argsort(dim=1)
-    gradients = torch.randn(steps, *SHAPE, generator=generator)
-    gradients[: steps // 2] *= before
-    gradients[steps // 2 :] *= before.gather(1, order)
-    return gradients
-
-
-def tiny(steps: int, generator: torch.Generator) -> Tensor:
-    """Generates gradients with magnitudes around 1e-6, spread over one decade."""
-    return noise(1.0, steps, generator) * 1e-3
-
-
 def sparse(period: int, steps: int, generator: torch.Generator) -> Tensor:
     """Generates gradients like an embedding's: each row is nonzero once per ``period`` steps."""
     turn = torch.arange(SHAPE[0]) * period // SHAPE[0]
@@ -115,8 +100,6 @@ STREAMS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "half a decade": functools.partial(falling, 0.5, 0.1),
     "ending": functools.partial(falling, 0.5, 0.0),
     "leaning": leaning,
-    "permuted": permuted,
-    "tiny": tiny,
     "sparse": functools.partial(sparse, 51),
     "rare": functools.partial(sparse, 501),
     "model": of_model,

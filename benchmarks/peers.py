@@ -19,9 +19,8 @@ import math
 import os
 import re
 import sys
-import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ from amp_ext.bench.steps import (
     OPTIONS,
     Program,
     ShapeList,
-    Step,
     Work,
     make_params,
     make_program,
@@ -56,8 +54,6 @@ from amp_ext.bench.steps import (
     scaled,
     uniform,
 )
-
-SWEEP_ELEMENTS = 16_000_000  # float32: 64 MB, more than the caches of a few cores
 
 # Work that other packages can do, too: float32 parameters (FP32), and bf16 parameters with float32
 # states (WIDE), bf16 states (NARROW), or float32 masters and states (MASTER).
@@ -79,10 +75,9 @@ SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
 NOTE = (
     "Times of a step, each the least of runs in turns in one process, and how many times as long "
     "as ours that is. Per element, with the share of the streaming bandwidth that ours reaches by "
-    "the bytes that it cannot avoid; small models per step. Cold caches: 64 MB are read before "
-    "each step, uncounted. ≈: not the same work, for it keeps less, or after 50 steps its way is "
-    'farther off float64 than rounding explains (off: as a share of the way). "in float32" is our '
-    "step with float32 masters and moments."
+    "the bytes that it cannot avoid; small models per step. ≈: not the same work, for it keeps "
+    'less, or after 50 steps its way is farther off float64 than rounding explains. "in float32" '
+    "is our step with float32 masters and moments."
 )
 
 
@@ -289,40 +284,29 @@ def small_model(layers: int, width: int) -> ShapeList:
     return ShapeList(f"{layers} layers of {width}", ((width, width), (width,)) * layers, True)
 
 
-def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, ShapeList, bool]]:
-    """Returns the rows: work, shapes, and whether caches are emptied before each step."""
+def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, ShapeList]]:
+    """Returns the rows: pairs of work and shapes."""
     if device.type == "cuda":  # the most important rows first, because time may run out
         large, many, small = uniform(4, 16_000_000), uniform(600, 100_000), small_model(10, 256)
-        rows = [(work, large, False) for work in (SPLIT8, FP32, MASTER, FP32_8BIT, SPLIT)]
+        rows = [(work, large) for work in (SPLIT8, FP32, MASTER, FP32_8BIT, SPLIT)]
         if not quick:
-            rows += [(work, many, False) for work in (SPLIT8, FP32, MASTER)]
-            rows += [(work, large, False) for work in (NARROW, WIDE)]
-            rows += [(work, small, False) for work in (FP32, MASTER)]
+            rows += [(work, many) for work in (SPLIT8, FP32, MASTER)]
+            rows += [(work, large) for work in (NARROW, WIDE)]
+            rows += [(work, small) for work in (FP32, MASTER)]
         return rows
     large, small = [uniform(4, 8_000_000), uniform(300, 100_000)], small_model(3, 128)
     works = [*BESIDE_PEERS, *LOW_MEMORY]
     if quick:
-        return [(work, shapes, False) for shapes in (large[0], small) for work in BESIDE_PEERS]
-    rows = [(work, shapes, False) for shapes in large for work in works]
+        return [(work, shapes) for shapes in (large[0], small) for work in BESIDE_PEERS]
+    rows = [(work, shapes) for shapes in large for work in works]
     for shapes in [small, small_model(10, 256)]:
-        cold = replace(shapes, name=f"{shapes.name}, cold caches")
-        rows += [(work, shapes, False) for work in BESIDE_PEERS]
-        rows += [(parse_work(f"{work.name} + scaler"), shapes, False) for work in BESIDE_PEERS]
-        rows += [(work, cold, True) for work in BESIDE_PEERS]
+        rows += [(work, shapes) for work in BESIDE_PEERS]
+        rows += [(parse_work(f"{work.name} + scaler"), shapes) for work in BESIDE_PEERS]
     return rows
 
 
-def cold_times(step: Step, sweep: Step, seconds: float) -> list[float]:
-    """Returns the seconds of single steps, each after an untimed sweep that empties the caches."""
-    timer, times = timeit.Timer(step, sweep), list[float]()
-    end = timeit.default_timer() + seconds
-    while not times or timeit.default_timer() < end:
-        times.append(timer.timeit(1))
-    return times
-
-
 def measure_all(
-    rows: list[tuple[Work, ShapeList, bool]],
+    rows: list[tuple[Work, ShapeList]],
     seconds: float,
     device: torch.device = CPU,
     limit: float = math.inf,
@@ -352,9 +336,9 @@ def measure_all(
         result["surroundings"].append(", ".join(map(" ".join, versions.items())))
     left_out += [f"{side}: {why}" for side, (_, why) in found.items() if why]
     methods: dict[Work, list[dict[str, Any]]] = {}
-    streaming, sweep = make_streaming(device), torch.ones(SWEEP_ELEMENTS)
+    streaming = make_streaming(device)
 
-    def measure(work: Work, shapes: ShapeList, cold: bool) -> None:
+    def measure(work: Work, shapes: ShapeList) -> None:
         if work not in methods:
             methods[work] = [compare(side, work, device) for side in all_sides(work, device, found)]
             result["methods"] += methods[work]
@@ -363,13 +347,11 @@ def measure_all(
                     left_out.append(f"{method['side']} in {work.name}: {method['why']}")
         programs = make_programs(work, shapes, methods[work], device, left_out)
         run = functools.partial(run_times, seconds=seconds)
-        if cold:
-            run = functools.partial(cold_times, sweep=sweep.sum, seconds=seconds)
         row = measure_row(work, shapes, programs, streaming, run)
         unequal = [m["side"] for m in methods[work] if m["side"] in programs and not m["same"]]
         result["rows"].append({**row, "unequal": unequal})
 
-    runs = ((row_name(*row[:2]), functools.partial(measure, *row)) for row in rows)
+    runs = ((row_name(*row), functools.partial(measure, *row)) for row in rows)
     run_each(runs, result, limit, store)
     return result
 
@@ -422,11 +404,6 @@ def markdown(result: dict[str, Any]) -> str:
         title = about + " + scaler" * ("scaler" in row["work"])
         for side in row["sides"]:
             sections.setdefault(title, {}).setdefault(side, {})[kind(row)] = cell(row, side)
-    for method in result["methods"]:
-        if not method["why"]:
-            text = f"{method['deviation']:.1g} off{' ≈' * (not method['same'])}"
-            distances = sections.setdefault("Distance from float64", {})
-            distances.setdefault(method["side"], {}).setdefault(kind(method), text)
     table = [["", *kinds]]
     for title, sides in sections.items():
         table.append([f"**{title}**", *("" for _ in kinds)])
@@ -464,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [
         row
         for row in choose_rows(options.quick, device)
-        if re.search(options.filter, row_name(*row[:2]), re.IGNORECASE)
+        if re.search(options.filter, row_name(*row), re.IGNORECASE)
     ]
     if not rows:
         parser.error(f"--filter {options.filter!r} matches no row")

@@ -87,38 +87,33 @@ def draw_training(result: dict[str, Any], path: Path) -> None:
     figure, grid = plt.subplots(
         len(models), 4, figsize=size, squeeze=False, sharey="row", layout="constrained"
     )
-    for (rate, update, memory, loss), model in zip(grid, models, strict=True):
+    for axes_of_model, model in zip(grid, models, strict=True):
         of_model = [row for row in rows if row["model"] == model]
-        unit, places, place = of_model[0]["unit"], [], 0.0
-        for row, before in zip(of_model, [None, *of_model], strict=False):
-            place += 1.4 if before and before["group"] != row["group"] else 1.0
-            places.append(place)
+        places = range(len(of_model))
         colours = [COLOURS["fused" if r["side"].startswith("torch") else "ours"] for r in of_model]
-        for axes, figure_of in ((rate, "rate"), (update, "update_ms")):
-            bars = axes.barh(places, [row[figure_of] for row in of_model], 0.85, color=colours)
-            axes.bar_label(bars, fmt=digits, padding=3, fontsize=7)
+        rate, update, memory, loss = axes_of_model
         kept = [1e-6 * row["bytes_kept"] for row in of_model]
         peak = [1e-6 * (row["peak_bytes"] or row["bytes_kept"]) for row in of_model]
-        bars = memory.barh(places, peak, 0.85, color=colours, alpha=0.35)
-        memory.bar_label(bars, fmt=digits, padding=3, fontsize=7)
+        for axes, values, label in (
+            (rate, [row["rate"] for row in of_model], f"{of_model[0]['unit']} a second"),
+            (update, [row["update_ms"] for row in of_model], "ms of an update"),
+            (memory, peak, "MB: kept between steps (dark), peak on a GPU (light)"),
+        ):
+            alpha = 0.35 if axes is memory else 1.0
+            bars = axes.barh(places, values, 0.85, color=colours, alpha=alpha)
+            axes.bar_label(bars, fmt=digits, padding=3, fontsize=7)
+            axes.set_xlabel(label, fontsize=8)
         memory.barh(places, kept, 0.85, color=colours)
         for place, row, colour in zip(places, of_model, colours, strict=True):
             spread = row["spread"] or 0.0
             loss.errorbar(row["loss"], place, xerr=spread, fmt="o", color=colour, capsize=3)
-        about = (
-            f"{of_model[0]['parameters'] / 1e6:.3g}M parameters, {of_model[0]['tensors']} tensors"
-        )
-        rate.set_title(f"{model}, {about}", fontsize=10, loc="left")
-        rate.set_xlabel(f"{unit} a second: more is better", fontsize=8)
-        update.set_xlabel("ms of an update: less is better", fontsize=8)
-        memory.set_xlabel("MB: kept between steps (dark), peak on a GPU (light)", fontsize=8)
         loss.set_xlabel("loss at the end, mean and deviation of the seeds", fontsize=8)
+        rate.set_title(f"{model}, {of_model[0]['parameters'] / 1e6:.3g}M parameters", loc="left")
         names = [f"{row['group'].partition(',')[0]}: {row['side']}" for row in of_model]
         rate.set_yticks(places, names)
         rate.invert_yaxis()
-        for axes in (rate, update, memory, loss):
+        for axes in axes_of_model:
             axes.tick_params(labelsize=8)
-            axes.tick_params(axis="y", length=0)
             axes.margins(x=0.2)
     figure.suptitle("\n".join(result["surroundings"]), fontsize=9, x=0.01, ha="left")
     save(figure, path)

@@ -119,40 +119,32 @@ class Residual(nn.Module):
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
-        self.shortcut = nn.Identity()
-        if before != width:
-            self.shortcut = nn.Conv2d(before, width, 1, stride, bias=False)
+            *convolution(before, width, stride), nn.ReLU(), *convolution(width, width, 1)
+        )
+        narrowing = nn.Conv2d(before, width, 1, stride, bias=False)
+        self.shortcut = nn.Identity() if before == width else narrowing
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
-    """A ResNet with three stages of residual blocks, with 16, 32 and 64 channels.
+def convolution(before: int, width: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(before, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)]
+
+
+def make_resnet(sizes: Sizes) -> nn.Module:
+    """Returns a ResNet with three stages of residual blocks, with 16, 32 and 64 channels.
 
     Reference:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2.
     """
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        widths = [16] * (sizes.blocks + 1) + [32] * sizes.blocks + [64] * sizes.blocks
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
-        )
-        self.blocks = nn.Sequential(
-            *(
-                Residual(before, width, 1 if before == width else 2)
-                for before, width in itertools.pairwise(widths)
-            )
-        )
-        self.head = nn.Linear(64, sizes.classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+    widths = [16] * (sizes.blocks + 1) + [32] * sizes.blocks + [64] * sizes.blocks
+    blocks = [
+        Residual(before, width, 1 if before == width else 2)
+        for before, width in itertools.pairwise(widths)
+    ]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, sizes.classes)]
+    return nn.Sequential(*convolution(3, 16, 1), nn.ReLU(), *blocks, *head)
 
 
 @functools.cache
@@ -213,7 +205,7 @@ TASKS = {
         GPT, token_batches, "tokens",
         {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1},
     ),
-    "ResNet": Task(ResNet, image_batches, "images", {"lr": 2e-3, "weight_decay": 0.05}),
+    "ResNet": Task(make_resnet, image_batches, "images", {"lr": 2e-3, "weight_decay": 0.05}),
 }  # fmt: skip
 
 
@@ -399,8 +391,8 @@ def train_all(
     """
     result = new_result(device, runs=[])
 
-    def run(name: str, side: Side, seed: int) -> None:
-        result["runs"].append(train(name, side, seed, sizes, device))
+    def run(*of_run: Any) -> None:
+        result["runs"].append(train(*of_run, sizes, device))
 
     runs = (
         (

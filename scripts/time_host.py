@@ -9,9 +9,8 @@
 Run `make build` first: the build in place of this checkout is timed. The rows are steps of AdamW,
 also with bfloat16 parameters, and of SGD with momentum, on tensors of 64 elements: plain, with
 `max_grad_norm`, and under our or torch's scaler (`scale`, `step` and `update`). Every step gets new
-gradients, which are not timed. In rows with "cold", a pass over 64 MB empties the caches before
-each step. Other rows time CPU kernels on one tensor of `--elements` (by default 2^18, which fits a
-cache), and the import of amp_ext after torch.
+gradients, which are not timed. Other rows time
+CPU kernels on one tensor of `--elements` (by default 2^18, which fits a cache).
 
 Each commit runs in two processes, which take turns and are restarted many times. The least time of
 each process counts. The column "itself" is the larger ratio between two processes of the same
@@ -47,10 +46,10 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 COUNTS = (2, 6, 20, 200, 1000)
 FORMS = ("plain", "clipping", "our scaler", "torch's scaler")
 ROWS = [
-    f"{optimizer}, {count} tensors, {form}{cold}"
-    for optimizer, count, form, cold in product(OPTIMIZERS, COUNTS, FORMS, ("", ", cold"))
+    f"{optimizer}, {count} tensors, {form}"
+    for optimizer, count, form in product(OPTIMIZERS, COUNTS, FORMS)
 ]
-NUMEL, SWEPT = 64, 16_000_000  # float32 elements of a parameter, and of the pass that evicts caches
+NUMEL = 64  # elements of a parameter
 IN_CACHE = 2**18  # elements
 WIDTH = 128  # columns of the matrix that a kernel steps; only a matrix has 8-bit second moments
 AS_LONG = 2**18  # least number of elements in one timing of a kernel, in one or several calls
@@ -63,11 +62,9 @@ F32, MOMENTUM = torch.float32, {"momentum": 0.9}
 KERNELS: dict[str, tuple[torch.dtype, str, dict[str, Any]]] = {
     "AdamW fp32": (F32, "AdamW", {}),
     "AdamW fp64": (torch.float64, "AdamW", {}),
-    "AdamW fp32, skip_nonfinite": (F32, "AdamW", {"skip_nonfinite": True}),
     "AdamW fp16 + master": (F16, "AdamW", {}),
     "AdamW bf16 + master": (BF16, "AdamW", {}),
     "AdamW bf16 + master, clipped": (BF16, "AdamW", {"max_grad_norm": 1.0}),
-    "AdamW bf16 + master, write back": (BF16, "AdamW", {"write_back_grads": True}),
     "AMSGrad bf16 + master": (BF16, "AdamW", {"amsgrad": True}),
     **{
         f"AdamW {kept}, {states} states": (
@@ -111,11 +108,11 @@ def make_kernel(row: str) -> Callable[[], float]:
     return lambda: timeit(timed, number=repeats) / repeats * 1e6
 
 
-def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
+def make_step(row: str) -> Callable[[], float]:
     """Returns a function that takes the step of a row and returns the time in µs."""
     import amp_ext
 
-    name, size, form, *cold = row.split(", ")
+    name, size, form = row.split(", ")
     dtype, options = OPTIMIZERS[name]
     params = [
         torch.nn.Parameter(torch.ones(NUMEL, dtype=dtype)) for _ in range(int(size.split()[0]))
@@ -139,8 +136,6 @@ def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
         optimizer.zero_grad()
         for param, grad in zip(params, torch._foreach_add(source, 0.0), strict=True):
             param.grad = grad
-        if cold:
-            swept.add_(1.0)
         start = perf_counter_ns()
         timed()
         return (perf_counter_ns() - start) / 1e3
@@ -151,26 +146,20 @@ def make_step(row: str, swept: torch.Tensor) -> Callable[[], float]:
 def serve() -> None:
     """Prints the folder of amp_ext; then reads rows from stdin and prints their microseconds."""
     torch.set_num_threads(1)
-    imported = timeit("import amp_ext", number=1) * 1e6
     import amp_ext
 
     print(Path(amp_ext.__file__).parent.parent, flush=True)
-    steps, swept = {}, torch.zeros(SWEPT)
+    steps: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         row = line.rstrip("\n")
-        if row == "import amp_ext":
-            print(imported, flush=True)
-            continue
         if row not in steps:
             is_kernel = row.startswith("kernel: ")
-            steps[row] = make_kernel(row) if is_kernel else make_step(row, swept)
+            steps[row] = make_kernel(row) if is_kernel else make_step(row)
             steps[row]()  # creates the optimizer states
         # Takes few steps at a time, because a busy machine interrupts long runs. One untimed step
         # refills the caches.
-        warming = 0 if row.endswith("cold") else 1
         tensors = 1 if row.startswith("kernel: ") else int(row.split(", ")[1].split()[0])
-        number = warming + max(2, warming * 40 // tensors)
-        times = [steps[row]() for _ in range(number)][warming:]
+        times = [steps[row]() for _ in range(1 + max(2, 40 // tensors))][1:]
         print(sum(times) / len(times), flush=True)
 
 
@@ -245,8 +234,7 @@ def main() -> None:
         return serve()
     sizes = [int(size) for size in arguments.elements.split(",")]
     kernels = [f"kernel: {name} x {size}" for size in sizes for name in KERNELS]
-    every_row = ["import amp_ext", *ROWS, *kernels]
-    rows = [row for row in every_row if re.search(arguments.rows, row)]
+    rows = [row for row in [*ROWS, *kernels] if re.search(arguments.rows, row)]
     effort = (1, 3) if arguments.quick else (8, 6)
     times = measure(arguments.installed or build(arguments.against), rows, *effort)
     print("| µs a step | before | after | ratio | itself |\n|---|---|---|---|---|")

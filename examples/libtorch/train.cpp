@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -219,10 +218,6 @@ Options read_command_line(const std::vector<std::string>& arguments) {
     TORCH_CHECK(options.count(arguments[i]), "unknown option ", arguments[i], "\n", usage);
     TORCH_CHECK(i + 1 < arguments.size(), arguments[i], " needs a value\n", usage);
     options[arguments[i]] = arguments[i + 1];
-  }
-  for (const char* const name : {"--checkpoint", "--picture"}) {  // checked before training starts
-    const auto folder = std::filesystem::absolute(options[name] + ".").parent_path();
-    TORCH_CHECK(std::filesystem::is_directory(folder), name, ": no such folder: ", folder.string());
   }
   options["start"] = arguments[0];
   return options;

@@ -14,7 +14,7 @@ import amp_ext
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
-ROWS = ["SGD, 2 tensors, our scaler", "SGD, 2 tensors, our scaler, cold"]
+ROWS = ["SGD, 2 tensors, our scaler"]
 ROWS += ["kernel: SGD momentum fp32 x 2048", "kernel: unscale_ torch.bfloat16 x 2048"]
 pytestmark = pytest.mark.slow
 
