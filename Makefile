@@ -138,11 +138,6 @@ gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kerne
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
 	    scripts/gpu_check.sh --list $(LIST) $(FOLDER)
 
-# The program that tries the kernels in many shapes, for the architecture in its name.
-build/tune_kernels-%: benchmarks/tune_kernels.cu $(shell find csrc -name '*.h' -o -name '*.cuh')
-	@mkdir -p build
-	@nvcc -o $@ $< -Icsrc -Icsrc/include -std=c++17 -O3 -fmad=false --expt-relaxed-constexpr -arch=$*
-
 clean:  ## Removes what was built; the .venv folders stay
 	@rm -rf build dist *.egg-info .venv/.built* \
 	    amp_ext/_C.*.so amp_ext/lib amp_ext/_build_info.json amp_ext/share/cmake/amp_ext/amp_extBuild.cmake

@@ -92,7 +92,6 @@ join() {
 
 if [ -n "$dry_run" ]; then
   capability='<of the GPU>'
-  tuning=build/tune_kernels-sm_NN
 else
   capability=$("$python" -c 'import torch
 assert torch.version.cuda, f"PyTorch {torch.__version__} is built without CUDA"
@@ -102,7 +101,6 @@ print(*torch.cuda.get_device_capability(), sep=".")' 2>&1 | tail -n 1)
     echo "gpu_check.sh: $python: $capability" >&2
     exit 2
   }
-  tuning=build/tune_kernels-sm_${capability/./}
   mkdir -p "$out" && rm -f "$out"/*.{log,json,md,png,xml,txt}
   printf '%s, %s\n' "${COMMIT:-$(git describe --always --dirty --abbrev=40 2> /dev/null)}" \
     "$(date -u +%FT%TZ)" > "$out/report.txt"
@@ -153,10 +151,6 @@ case $list in
     # Leaves out the tests of the emulator and the CPU, which need no GPU.
     row suite 180 "${pytest[@]}" -q -rfE --durations 10 "${parallel[@]}" \
       --junitxml "$out/suite.xml" -k 'not emulat and not cpu' tests
-    # tuning.log has the speeds of the kernels in other shapes. Running
-    # `make build/tune_kernels-sm_90` beforehand, on any machine with nvcc, saves a minute.
-    row tuning-build 100 make "$tuning"
-    row tuning 60 "$tuning"
     ;;
 esac
 

@@ -3,8 +3,7 @@
     python tests/cuda_emulator/build.py emulated address,undefined
 
 builds the module with these sanitizers (or none) and prints its path; ``cpu`` in its place stands
-for the module without CUDA, ``program`` for the one that launches every kernel, ``tuning`` for the
-one that times them, ``threads`` for the one that steps parameters from several threads.
+for the module without CUDA, ``program`` for the one that launches every kernel.
 
 Objects are kept in ``build/cuda_emulator`` under a hash of their command and of everything that
 they were compiled from, so that nothing is compiled twice and a change of any header is seen.
@@ -210,7 +209,7 @@ def build_cpu(sanitizers: str) -> Path:
         return linked_module(compiled_all(jobs), sanitize)
 
 
-def build_programs(programs: list[tuple[list[Path], str]], level: str = "-O1") -> list[Path]:
+def build_programs(programs: list[tuple[list[Path], str]]) -> list[Path]:
     """Builds programs that know nothing of torch, from their sources and under their sanitizers."""
 
     def link(program: tuple[list[Path], str]) -> Path:
@@ -219,16 +218,11 @@ def build_programs(programs: list[tuple[list[Path], str]], level: str = "-O1") -
         return linked(sources[0].stem, [*parts, runtime], sanitizer_flags(sanitizers))
 
     parts = [(source, sanitizers) for sources, sanitizers in programs for source in sources]
-    jobs = [(source, [*FLAGS, *EMULATE, level, *sanitizer_flags(name)]) for source, name in parts]
+    jobs = [(source, [*FLAGS, *EMULATE, "-O1", *sanitizer_flags(name)]) for source, name in parts]
     with alone():
         *made, runtime = compiled_all([*jobs, SCHEDULER])
         objects = dict(zip(parts, made, strict=True))
         return side_by_side(link, programs)
-
-
-def build_tuning() -> Path:
-    """Builds the program that times the kernels in many shapes, soon and not to be fast."""
-    return build_programs([([ROOT / "benchmarks" / "tune_kernels.cu"], "")], "-O0")[0]
 
 
 def build_program(sanitizers: str = "") -> Path:
@@ -242,6 +236,5 @@ if __name__ == "__main__":
         "emulated": build_emulated,
         "cpu": build_cpu,
         "program": build_program,
-        "tuning": build_tuning,
     }
     print(builders[what](*options))

@@ -16,7 +16,7 @@ ROWS = {
     "kernels": ["build", "sequences", "fast-path", "bandwidth", *SIDE_BY_SIDE],
     "training": ["build", "training", "peers"],
     "offload": ["build", "equality", "steps", "training"],
-    "tests": ["build", "suite", "tuning-build", "tuning"],
+    "tests": ["build", "suite"],
 }
 
 # A Python that sees a GPU, fails to build, hangs in the hashes, and prints every other command.
