@@ -89,8 +89,7 @@ class Run:
 
     def skips(self, broken: bool) -> list[bool]:
         """Returns for all broken (or all healthy) batches whether the guard skipped the step."""
-        steps = zip(self.broken, self.skipped, strict=True)
-        return [skipped for is_broken, skipped in steps if is_broken == broken]
+        return [skip for b, skip in zip(self.broken, self.skipped, strict=True) if b == broken]
 
 
 def train(recipe: Recipe, text: Text, settings: Settings, seed: int) -> Run:

@@ -200,11 +200,9 @@ def draw(photos: Photos, gpts: Gpts, settings: Settings, path: Path) -> None:
 
 def colour_of(configuration: Configuration) -> Any:
     """Returns black for MASTERS, red for AS_TORCH, and colours of a colour map for the others."""
-    if configuration is MASTERS:
-        return "#000000"
-    if configuration is AS_TORCH:
-        return "#D55E00"
-    return plt.colormaps["viridis"](CONFIGURATIONS.index(configuration) / len(CONFIGURATIONS))
+    place = CONFIGURATIONS.index(configuration) / len(CONFIGURATIONS)
+    known = {MASTERS: "#000000", AS_TORCH: "#D55E00"}
+    return known.get(configuration, plt.colormaps["viridis"](place))
 
 
 def make_table(photos: Photos, gpts: Gpts) -> str:
@@ -246,14 +244,12 @@ def main() -> int:
     of_gpt = replace(of_gpt, steps=arguments.steps or of_gpt.steps)
     picture, text = photo.load_photo(None, of_photo.size), Text("cpu")
 
-    photos = run_all(
-        CONFIGURATIONS,
-        lambda each, seed: train_photo(each, picture, of_photo, seed),
-        arguments.seeds,
-    )
-    gpts = run_all(
-        CONFIGURATIONS, lambda each, seed: train_gpt(each, text, of_gpt, seed), arguments.seeds
-    )
+    def train_one(each: Configuration, seed: int) -> tuple[float, Run]:
+        return train_photo(each, picture, of_photo, seed), train_gpt(each, text, of_gpt, seed)
+
+    results = run_all(CONFIGURATIONS, train_one, arguments.seeds)
+    photos = {each: [psnr for psnr, _ in runs] for each, runs in results.items()}
+    gpts = {each: [run for _, run in runs] for each, runs in results.items()}
     figure = arguments.out / "low_memory.png"
     draw(photos, gpts, of_gpt, figure)
     # The claims are only promised for the default settings.

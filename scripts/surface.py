@@ -4,8 +4,8 @@
     python scripts/surface.py --check    # prints removed and added lines
 
 Lists the functions, classes and methods of public modules with their signatures; the keys of state
-dicts for each optimizer and state format; the options of the command lines; and the exported C++
-functions, which depend on the compiler and which ``--python`` leaves out.
+dicts for each optimizer and state format; and the options of the command lines. The public headers
+of csrc/include list what C++ programs use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import inspect
 import io
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +44,6 @@ MODULES = (
     "amp_ext.training",
 )
 PROGRAMS = ("bench", "info", "memory")
-LIBRARY = ROOT / "amp_ext" / "lib" / "libamp_ext.so"
-HEADERS = ROOT / "csrc" / "include" / "amp_ext"
-LINKED = "C++: "
 
 
 def of_class(name: str, kind: type) -> Iterator[str]:
@@ -105,25 +101,9 @@ def of_programs() -> Iterator[str]:
         yield f"python -m amp_ext.{name}: {' '.join(options)}"
 
 
-def of_library() -> Iterator[str]:
-    """Yields the functions that the library exports and whose names are in public headers."""
-    headers = " ".join(header.read_text() for header in HEADERS.glob("*.h"))
-    words = set(re.findall(r"\w+", re.sub(r"//.*", "", headers)))  # without comments
-    command = ["nm", "-D", "--defined-only", "--demangle", LIBRARY]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for line in done.stdout.splitlines():
-        _, kind, name = line.split(maxsplit=2)
-        names = re.findall(r"\w+", name.partition("(")[0].partition("<")[0].partition("[")[0])
-        # A function of a template is a weak symbol, as is an inline function, which is left out.
-        is_linked = kind == "T" or name.startswith("amp_ext::optim::FusedOptimizer<")
-        if is_linked and name.startswith("amp_ext::") and words.issuperset(names):
-            yield LINKED + name.partition("@")[0]
-
-
-def surface(python_only: bool) -> list[str]:
+def surface() -> list[str]:
     """Returns all lines of the list, sorted."""
-    found = [*of_python(), *of_states(), *of_programs(), *([] if python_only else of_library())]
-    return sorted(set(found))
+    return sorted({*of_python(), *of_states(), *of_programs()})
 
 
 def main() -> int:
@@ -132,15 +112,12 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="compare with the file")
     what.add_argument("--write", action="store_true", help="write the file, after a meant change")
-    parser.add_argument("--python", action="store_true", help="compare all but what C++ links")
     arguments = parser.parse_args()
-    found = surface(arguments.python)
+    found = surface()
     if arguments.write:
         FILE.write_text("".join(f"{line}\n" for line in found))
         return 0
     expected = FILE.read_text().splitlines()
-    if arguments.python:
-        expected = [line for line in expected if not line.startswith(LINKED)]
     gone, new = (
         [line for line in a if line not in b] for a, b in ((expected, found), (found, expected))
     )

@@ -227,9 +227,9 @@ void report(const Training& training, int last) {
   const int done = training.steps();
   const bool has_skipped = !training.skipped.empty() && training.skipped.back() == done - 1;
   if (!has_skipped && done % kReportEvery != 0 && done != last) return;
-  const double loss = training.losses.back(), scale = training.scales.back();
-  std::printf("step %3d of %d  loss %.5f  PSNR %5.2f dB  scale 2^%g%s\n", done, last, loss,
-              psnr(loss), std::log2(scale), has_skipped ? "  skipped: a gradient overflowed" : "");
+  std::printf("step %3d of %d  loss %.5f  scale 2^%g%s\n", done, last, training.losses.back(),
+              std::log2(training.scales.back()),
+              has_skipped ? "  skipped: a gradient overflowed" : "");
   std::fflush(stdout);
 }
 

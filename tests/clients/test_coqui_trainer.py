@@ -61,23 +61,21 @@ def make_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeTrainer
         make_optimizer: small.MakeOptimizer,
         *,
         max_norm: float = 0.0,
-        epochs: int = 1,
-        continue_path: str = "",
         dtype: torch.dtype = torch.float32,
     ) -> Any:
         config = TrainerConfig(
             run_name="small",
             output_path=str(tmp_path),
             run_eval=False,
-            epochs=epochs,
+            epochs=1,
             use_grad_scaler=True,
             grad_clip=max_norm,
             lr=small.LR,
         )
         return Trainer(
-            TrainerArgs(continue_path=continue_path),
+            TrainerArgs(),
             config,
-            output_path=continue_path or str(tmp_path),
+            output_path=str(tmp_path),
             model=SmallModel(make_optimizer, dtype),
             parse_command_line_args=False,
         )
@@ -93,28 +91,6 @@ def test_training_equals_the_loop_by_hand(make_trainer, make_optimizer, max_norm
     trainer.scaler = scaler
     trainer.fit()
     small.assert_trained_as_by_hand(trainer.model.net, scaler, make_optimizer, max_norm=max_norm)
-
-
-def test_a_continued_run_has_the_bits_of_an_uninterrupted_one(make_trainer):
-    scaler = small.our_scaler()
-    trainer = make_trainer(small.our_adamw)
-    trainer.scaler = scaler
-    trainer.fit()
-    trainer.save_checkpoint()
-    saved = scaler.state_dict()
-
-    continued = make_trainer(small.our_adamw, epochs=2, continue_path=str(trainer.output_path))
-    scaler = small.our_scaler()
-    scaler.load_state_dict(continued.scaler.state_dict())
-    assert scaler.state_dict() == saved
-    continued.scaler = scaler
-    continued.fit()
-    assert scaler.stats().updates == small.BATCHES
-
-    expected = small.make_model()
-    optimizer, scaler = small.our_adamw(expected.parameters()), small.our_scaler()
-    small.train_by_hand(expected, optimizer, scaler, batches=2 * small.make_batches())
-    small.assert_same_weights(continued.model.net, expected)
 
 
 def test_fp16_parameters_train_without_the_trainers_clipping(make_trainer):

@@ -205,35 +205,3 @@ def test_training_resumed_with_fabric_ends_with_the_same_bits(tmp_path):
     assert plugin.scaler.get_scale() < small.INIT_SCALE
     assert state["guard"].stats(wait=True).norms > len(batches), "with those of the first part"
     small.assert_same_weights(model.module, small.by_hand(small.guarded_adamw)[0])
-
-
-def test_pytorch_lightnings_own_plugin_trains_with_our_scaler(tmp_path):
-    """The same library under another name, as docs/clients.md says."""
-    other = small.client("pytorch_lightning")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-    class OtherModule(other.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = small.make_model()
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            x, y = batch
-            return small.loss_of(self.model(x), y)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return small.our_adamw(self.model.parameters())
-
-    module, scaler = OtherModule(), small.our_scaler()
-    plugin = other.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = other.Trainer(
-        plugins=[plugin],
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=tmp_path,
-        max_epochs=1,
-        **dict.fromkeys(quiet, False),
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(small.make_batches(), batch_size=None))
-    small.assert_trained_as_by_hand(module.model, scaler, small.our_adamw)

@@ -1,15 +1,13 @@
-"""The old loop of sentence-transformers and its Trainer train with our scaler and AdamW."""
+"""The Trainer of sentence-transformers trains with our scaler and AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_training as small
 import torch
-from torch.utils.data import DataLoader
 
 import amp_ext
 
@@ -32,14 +30,6 @@ ADAMW: dict[str, Any] = {"lr": 0.05, "eps": 1e-3}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
-@pytest.fixture(autouse=True)
-def float16_autocast() -> Iterator[None]:
-    """Makes ``torch.autocast("cpu")`` use float16, as on a GPU."""
-    torch.set_autocast_dtype("cpu", torch.float16)
-    yield
-    torch.set_autocast_dtype("cpu", torch.bfloat16)
-
-
 def make_model() -> Any:
     torch.manual_seed(1)
     vocabulary = {word: number for number, word in enumerate(["[UNK]", *WORDS])}
@@ -58,56 +48,11 @@ def make_data() -> dict[str, list[Any]]:
     return {"first": first, "second": second, "label": labels}
 
 
-class LargeLoss(CosineSimilarityLoss):
-    """So large that the first steps of a scale of 65,536, which the old loop gives, overflow."""
-
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        return 100 * super().forward(*arguments)
-
-
-def train_by_old_fit(scaler_class: Any, optimizer_class: Any, patcher: Any) -> tuple[Any, Any]:
-    """Trains with the old loop; returns the model and the scaler that the loop has made."""
-    scalers = set()
-    update = scaler_class.update
-
-    def recording_update(self: Any, *arguments: Any) -> None:
-        scalers.add(self)
-        update(self, *arguments)
-
-    patcher.setattr(scaler_class, "update", recording_update)
-    columns = make_data().values()
-    examples = [
-        sentence_transformers.InputExample(texts=texts, label=label)
-        for *texts, label in zip(*columns, strict=True)
-    ]
-    model = make_model()
-    model.old_fit(
-        [(DataLoader(examples, batch_size=BATCH), LargeLoss(model))],
-        optimizer_class=optimizer_class,
-        optimizer_params=ADAMW,
-        warmup_steps=0,
-        use_amp=True,
-        show_progress_bar=False,
-    )
-    (scaler,) = scalers
-    return model, scaler
-
-
 def assert_close(actual: Any, expected: Any) -> None:
     parameters = (model.parameters() for model in (actual, expected, make_model()))
     for left, right, before in zip(*parameters, strict=True):
         torch.testing.assert_close(left, right, **CLOSE)
         assert not torch.equal(left, before), "a weight was not trained"
-
-
-def test_the_old_loop_trains_as_with_torch(monkeypatch):
-    expected, of_torch = train_by_old_fit(torch.amp.GradScaler, torch.optim.AdamW, monkeypatch)
-    with amp_ext.patch_torch():
-        model, scaler = train_by_old_fit(amp_ext.GradScaler, amp_ext.optim.AdamW, monkeypatch)
-    assert type(scaler) is amp_ext.GradScaler
-    assert 0 < scaler.stats().skips < BATCHES
-    assert scaler.get_scale() == of_torch.get_scale()
-    assert_close(model, expected)
 
 
 TRAINING: dict[str, Any] = {

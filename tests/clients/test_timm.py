@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import pytest
@@ -98,16 +97,6 @@ def test_registered_optimizers_train_as_timm_s(name, our_class, options):
         shared = left.keys() & right.keys() - {"params", "decoupled_weight_decay"}
         assert {key: left[key] for key in shared} == {key: right[key] for key in shared}
     small.assert_close_weights(*models, rtol=1e-4, atol=1e-5)
-
-
-def test_registering_again_changes_nothing(caplog):
-    register_optimizers()
-    names = timm.optim.list_optimizers()
-    with caplog.at_level(logging.WARNING):
-        register_optimizers()
-    assert timm.optim.list_optimizers() == names
-    assert {"ampadam", "ampadamw", "ampsgd", "ampmomentum"} <= set(names)
-    assert caplog.records == []
 
 
 def test_lookahead_goes_around_ours_as_around_timm_s():

@@ -118,15 +118,6 @@ def test_files_hold_what_they_promise(run, capsys):
     assert "÷ in float32" not in printed
 
 
-def test_what_takes_less_memory_stands_beside_our_step_in_float32(run, capsys):
-    result = run("--filter=AdamW (bf16 . split|fp32) . bf16 states, 4 x")
-    rows = {row["work"]: row for row in result["rows"]}
-    assert list(rows) == ["AdamW bf16 + split + bf16 states", "AdamW fp32 + bf16 states"]
-    for row in rows.values():
-        assert list(row["sides"]) == ["ours", "in_float32"]
-    assert "÷ in float32" in capsys.readouterr().out
-
-
 def test_results_are_drawn_and_so_are_those_of_before(run, tmp_path):
     pytest.importorskip("matplotlib")
     import plot

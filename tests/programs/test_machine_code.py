@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,15 +75,6 @@ def test_less_than_the_row_says_is_refused(table, described, wanted):
     assert wanted in fault
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("Known1", 5), ("New4", 6)])
-def test_a_formula_that_no_row_names_has_the_rows_of_others(name, blocks):
-    kernel = {"name": f"step {name} float, float grad, float buffers"}
-    (fault,) = faults_of("step Known1 * | * | 5 | 1\nother step * | * | 6 | 1", **kernel)
-    assert f"not {blocks}" in fault
-    (fault,) = faults_of("step Known2 * | * | 5 | 1\nstep * | * | 4 | 1", **kernel)
-    assert "no row of the table has this kernel" in fault
-
-
 @pytest.mark.parametrize(
     ("before", "after", "wanted"),
     [
@@ -111,9 +99,3 @@ Function properties for _Z7dividedf
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"""
     CHECK["read_log"](log, {(kernel.symbol, "sm_90"): kernel})
     assert (kernel.registers, kernel.stack, kernel.spills) == (64, 8, 12)
-
-
-def test_a_folder_without_machine_code_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.search("there is no machine code in|nvdisasm is missing", done.stderr)

@@ -87,18 +87,22 @@ def stored_as(configuration: memory.Configuration) -> dict[str, Any]:
     return {name: getattr(configuration, name) for name in names}
 
 
+def calculated(name: str, dtype: torch.dtype, optimizer: str, **how: bool) -> tuple[Any, ...]:
+    """Returns what is calculated, the model, and the class of the optimizer with its options."""
+    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
+    rows = memory.training_memory(Model(), optimizer, **how)
+    (usage,) = [row for row in rows if row.configuration == configuration]
+    model = Model().to(dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    return usage, model, class_name, options | stored_as(configuration)
+
+
 @pytest.mark.parametrize(("classes", "name", "dtype", "optimizer"), RUNS)
 def test_optimizers_allocate_what_was_calculated(classes, name, dtype, optimizer, device):
-    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
-    is_16_bit = configuration.dtype == torch.bfloat16
-    if classes is ours:
-        options = options | stored_as(configuration)
-    elif is_16_bit:
-        options = options | KINDS[class_name].in_16_bits
-    calculated = {row.configuration: row for row in memory.training_memory(Model(), optimizer)}
-    model = Model().to(device, dtype if is_16_bit else torch.float32)
-    allocated = bytes_after_a_step(model, classes(class_name), **options)
-    assert allocated == calculated[configuration].bytes
+    usage, model, class_name, options = calculated(name, dtype, optimizer)
+    if classes is theirs:
+        is_16_bit = BY_NAME[name].dtype == torch.bfloat16
+        options = OPTIMIZERS[optimizer][1] | (KINDS[class_name].in_16_bits if is_16_bit else {})
+    assert bytes_after_a_step(model.to(device), classes(class_name), **options) == usage.bytes
 
 
 def peak_of_a_released_backward(
@@ -130,11 +134,8 @@ RELEASED = [run[1:] for run in RUNS if run[0] is ours]
 
 @pytest.mark.parametrize(("name", "dtype", "optimizer"), RELEASED)
 def test_released_gradients_take_what_was_calculated(name, dtype, optimizer, device):
-    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
-    rows = memory.training_memory(Model(), optimizer, released=True)
-    (usage,) = [row for row in rows if row.configuration == configuration]
-    model = Model().to(device, dtype if configuration.dtype == torch.bfloat16 else torch.float32)
-    options = options | stored_as(configuration)
+    usage, model, class_name, options = calculated(name, dtype, optimizer, released=True)
+    model.to(device)
     peak = peak_of_a_released_backward(model, ours(class_name), **options)
     # The largest gradient may not be the last, and the others are freed before it.
     assert usage.bytes["gradients"] == 66 * model.factor.element_size()
@@ -152,22 +153,15 @@ def test_the_largest_gradient_of_a_number_of_parameters_is_not_known():
 
 @pytest.mark.parametrize(("name", "dtype", "optimizer"), RELEASED)
 def test_offloaded_states_take_what_was_calculated(name, dtype, optimizer):
-    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
-    rows = memory.training_memory(Model(), optimizer, offloaded=True)
-    (usage,) = [row for row in rows if row.configuration == configuration]
-    model = Model().to("cpu", dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    usage, model, class_name, options = calculated(name, dtype, optimizer, offloaded=True)
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = ours(class_name)(params, **options, **stored_as(configuration))
+    optimizer = ours(class_name)(params, **options)
     OffloadedStates(optimizer, DelayedTransport())
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    states = [
-        value
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name != "step"
-    ]
+    kept = [item for state in optimizer.state.values() for item in state.items()]
+    states = [value for name, value in kept if name != "step"]
     copies = [optimizer.offload.host_of(param) for param in params]
     assert usage.host == allocated(states) + sum(copy.nbytes for copy in copies)
     gradients = [param.grad for param in params]

@@ -27,39 +27,6 @@ def lines_of(script: str, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("output", "wanted"),
-    [
-        ("running build_ext\n[3/17] c++ -o united.o\n", "compiled 3 of 17"),
-        ("Collecting torch==2.13.0\n\n", "Collecting torch==2.13.0"),
-        ("x" * 100, "x" * 77 + "..."),
-        ("", "started"),
-    ],
-)
-def test_the_last_line_says_how_far_a_command_is(output, wanted):
-    assert runpy.run_path(str(SCRIPTS / "progress.py"))["how_far"](output) == wanted
-
-
-def test_a_command_that_takes_long_is_told_of_until_it_fails(tmp_path, capsys):
-    go_on, log = tmp_path / "go-on", tmp_path / "folder" / "slow.log"
-    program = (
-        "import pathlib, sys, time\nprint('[1/2] one', flush=True)\n"
-        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nsys.exit('it failed')"
-    )
-    main = runpy.run_path(str(SCRIPTS / "progress.py"))["main"]
-
-    def how_far(text: str) -> str:
-        if text:
-            go_on.touch()
-        return f"so far: {text}"
-
-    main.__globals__["how_far"] = how_far
-    assert main(log, [sys.executable, "-c", program, str(go_on)], interval=0.1) == 1
-    out = capsys.readouterr().out
-    assert "0:00, so far: " in out
-    assert out.endswith("[1/2] one\nit failed\n")
-
-
 def test_each_part_of_the_stress_passes_when_it_is_small():
     parts = [line.partition(":")[0] for line in lines_of("stress.py", "--small")]
     assert parts == list(runpy.run_path(str(SCRIPTS / "stress.py"))["PARTS"])
@@ -71,7 +38,7 @@ def test_the_hashes_of_a_few_rows_are_those_of_the_file():
 
 
 def test_the_list_of_what_users_can_name_is_right(run_module):
-    done = run_module("surface", "--check", "--python", folder=SCRIPTS)
+    done = run_module("surface", "--check", folder=SCRIPTS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

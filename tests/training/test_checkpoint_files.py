@@ -263,28 +263,3 @@ def test_a_model_that_does_not_fit_changes_nothing_else(where, new, words, tmp_p
         trainer.load(path)
     assert plain(trainer.state_dict()) == before
     assert same_bits(torch.get_rng_state(), drawn)
-
-
-LAYOUTS: dict[str, Any] = {
-    "coo": torch.Tensor.to_sparse,
-    "csr": torch.Tensor.to_sparse_csr,
-    "csc": torch.Tensor.to_sparse_csc,
-    "bsr": lambda matrix: matrix.to_sparse_bsr((2, 2)),
-    "bsc": lambda matrix: matrix.to_sparse_bsc((2, 2)),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")
-def test_a_model_with_a_sparse_buffer_is_saved_and_loaded(layout, tmp_path):
-    def make(factor: float) -> Any:
-        model = nn.Linear(4, 4)
-        model.register_buffer("adjacency", LAYOUTS[layout](factor * torch.eye(4)))
-        return cases.new_trainer("fp32", model=model)
-
-    saved, loaded = make(2.0), make(1.0)
-    saved.train_step(torch.ones(4, 4), torch.zeros(4, 4))
-    saved.save(tmp_path / "run.pt")
-    loaded.load(tmp_path / "run.pt")
-    assert torch.equal(loaded.model.adjacency.to_dense(), 2.0 * torch.eye(4))
-    cases.assert_same(cases.params_of(loaded), cases.params_of(saved))
