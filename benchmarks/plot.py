@@ -52,7 +52,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panels.setdefault(row["shapes"], []).append(row)
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    beside_peers = "methods" in result
+    beside_peers = "unequal" in result["rows"][0]
     tallest = max(
         sum(2.0 if beside_peers else len(row["sides"]) + 0.8 for row in rows)
         for rows in panels.values()

@@ -14,14 +14,13 @@ from typing import Any
 __all__ = ["import_client"]
 
 
-def import_client(module: str, *, at_least: str, below: str, instead: str = "") -> Any:
+def import_client(module: str, *, at_least: str, below: str) -> Any:
     """Imports a module of a library, if the library has a version that is known to work.
 
     Args:
         module: Name of the module; its first part is the name of the library.
         at_least: Oldest supported version.
         below: First version that is not supported.
-        instead: Text to append to the error, after the command that installs the library.
 
     Returns:
         The module.
@@ -37,8 +36,7 @@ def import_client(module: str, *, at_least: str, below: str, instead: str = "") 
     if found == "none" or not _numbers(at_least) <= _numbers(found) < _numbers(below):
         wanted = f"{library}>={at_least},<{below}"
         raise ImportError(
-            f"amp_ext.integrations.{library} needs {wanted}, found {found}: "
-            f'pip install "{wanted}"{instead}',
+            f'amp_ext.integrations.{library} needs {wanted}, found {found}: pip install "{wanted}"',
             name=library,
         )
     return importlib.import_module(module)

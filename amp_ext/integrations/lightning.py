@@ -6,7 +6,6 @@ Trainer saves. Checkpoints can therefore be resumed with either plugin.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from torch.amp.grad_scaler import OptState
@@ -14,16 +13,7 @@ from torch.amp.grad_scaler import OptState
 from amp_ext.integrations import import_client
 from amp_ext.scaler import GradScaler
 
-# The package pytorch_lightning is the same library, but its Trainer refuses plugins of lightning.
-_IN_PYTORCH_LIGHTNING = (
-    "; for pytorch_lightning, whose Trainer refuses plugins of lightning, write "
-    'pytorch_lightning.plugins.MixedPrecision("16-mixed", "cuda", '
-    'scaler=amp_ext.GradScaler("cuda"))'
-)
-_has_other = importlib.util.find_spec("pytorch_lightning") is not None
-_lightning = import_client(
-    "lightning", at_least="2.4", below="3", instead=_IN_PYTORCH_LIGHTNING if _has_other else ""
-)
+_lightning = import_client("lightning", at_least="2.4", below="3")
 _TrainerPlugin: Any = _lightning.pytorch.plugins.MixedPrecision
 _FabricPlugin: Any = _lightning.fabric.plugins.MixedPrecision
 
