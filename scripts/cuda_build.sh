@@ -137,7 +137,7 @@ END
 # tests; and tests of the checkout itself.
 run_tests() {
   (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    --ignore="$tests"/operations/test_bit_equality.py --ignore="$tests"/programs/test_update_errors.py \
+    --ignore="$tests"/kernels/test_bit_equality.py --ignore="$tests"/programs/test_update_errors.py \
     --ignore="$tests"/state_machine --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
 }
 
