@@ -6,18 +6,15 @@ import copy
 import inspect
 import pickle
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import optimizer_cases as cases
 from harness.optimizer_cases import assert_same_bits, each_class_in_torch, train
 from torch.amp import GradScaler as ImportedBefore
 from torch.cuda.amp.grad_scaler import GradScaler as TorchCudaScaler
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext import ops
 from amp_ext.patch import patch_torch
 
 SCALERS = [
@@ -74,8 +71,7 @@ def test_a_scaler_of_torch_is_ours_while_patched_and_so_are_its_copies(make, tor
     scaler.set_growth_interval(11)
     for again in (
         copy.deepcopy(scaler),
-        cases.through_a_file(scaler, weights_only=False),
-        *(pickle.loads(pickle.dumps(scaler, protocol)) for protocol in range(6)),
+        *(pickle.loads(pickle.dumps(scaler, n)) for n in range(6)),
     ):
         assert type(again) is type(scaler)
         assert vars(again).keys() == vars(scaler).keys()
@@ -155,11 +151,4 @@ def test_nested_patches_end_with_the_outermost(outer):
         with patch_torch(optimizers=not outer):
             assert patched() == BOTH
         assert patched() == (True, outer)
-    assert patched() == NOTHING
-
-
-def test_a_module_that_does_not_load_is_reported_before_anything_is_patched(monkeypatch):
-    monkeypatch.setattr(ops, "cpu_isa", Mock(side_effect=ImportError("does not load")))
-    with pytest.raises(ImportError, match="does not load"):
-        patch_torch()
     assert patched() == NOTHING

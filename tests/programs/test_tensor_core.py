@@ -92,14 +92,9 @@ MODELS = {
         {"tokens.num_embeddings": (50257, 50304)} | IS_NEXT,
     ),
     "smaller-than-positions": (lambda: Text(65), output_and_table(65, 128)),
-    "larger-than-any-memory": (lambda: Text(10**9), IS_NEXT),
     "as-long-as-wide": (
         lambda: nn.Sequential(nn.Embedding(1000, 72), nn.Embedding(72, 72), nn.Linear(72, 72)),
         {"0.num_embeddings": (1000, 1024)},
-    ),
-    "small-vocabulary": (
-        lambda: nn.Sequential(nn.Embedding(27, 8), nn.Linear(8, 27)),
-        {"1.out_features": (27, 32)},
     ),
 }
 
