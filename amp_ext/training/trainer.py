@@ -86,9 +86,10 @@ class MixedPrecisionTrainer:
     skip such steps there too, pass a scaler with a constant scale of 1:
     ``scaler=amp_ext.GradScaler(device_type, init_scale=1.0, dynamic=False)``.
 
-    The CPU waits for the GPU in one case: with a scheduler *and* a scaler or a norm guard, each
-    optimizer step waits for the previous one to end. (torch's optimizers also wait with a scaler,
-    unless they are fused.) The caller switches between train and eval mode.
+    The CPU waits for the GPU in one case: with a scheduler *and* a scaler or a norm guard, the
+    first ``train_step`` after an optimizer step waits for that step to end. (torch's optimizers
+    also wait with a scaler, unless they are fused.) The caller switches between train and eval
+    mode.
 
     The arguments of the constructor are attributes.
 
@@ -356,11 +357,9 @@ class MixedPrecisionTrainer:
                 this trainer.
             RuntimeError: If the model's parameters have other names or shapes.
         """
+        schedulers = _listed(self.scheduler)
         # Copied because SequentialLR.load_state_dict removes their _schedulers.
-        schedulers, schedules = (
-            _listed(self.scheduler),
-            copy.deepcopy(_listed(state_dict["scheduler"])),
-        )
+        schedules = copy.deepcopy(_listed(state_dict["scheduler"]))
         if len(schedules) != len(schedulers):
             raise ValueError(
                 "MixedPrecisionTrainer.load_state_dict: state_dict must have the states of "
