@@ -44,11 +44,9 @@ OPTIMIZERS = {name: len(states) for name, states in _STATES.items()}
 NOT_COUNTED = (
     "activations",
     "the 16-bit copies of weights that autocast keeps until its block ends",
-    "temporary tensors within a step (torch's foreach optimizers make some)",
-    "step counters (4 bytes a tensor) and the kernels' scratch space",
+    "temporary tensors within a step, step counters (4 bytes a tensor) and scratch space",
     "what the allocator rounds up or keeps in reserve",
-    "if states are offloaded, the two buffers for gradients in host memory, and if gradients are "
-    "released, too, as much on the GPU",
+    "if states are offloaded, the buffers for gradients",
     "for a number instead of a model: what 8-bit states of small or odd parameters take more, and "
     "the largest gradient if gradients are released",
 )

@@ -52,11 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    for flag, text in (
-        ("--released", "no gradients, as with amp_ext.optim.release_gradients"),
-        ("--offloaded", "masters and states in host memory, as with amp_ext.optim.offload_states"),
-    ):
-        parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument("--released", action="store_true", help="as with release_gradients")
+    parser.add_argument("--offloaded", action="store_true", help="as with offload_states")
     return parser
 
 
