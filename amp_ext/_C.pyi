@@ -68,6 +68,7 @@ class Stepper:  # the compiled half of amp_ext.optim.stepper.Stepper, see csrc/p
         param_groups: list[dict[str, Any]],
         is_of_scaler: bool,
         shards: Sequence[Shard] = (),
+        params: Sequence[Tensor] | None = None,
     ) -> None: ...
     def mark_scaled(
         self, param_groups: list[dict[str, Any]], shards: Sequence[Shard] = ()

@@ -37,7 +37,7 @@ from amp_ext.bench.steps import OPTIONS
 from amp_ext.memory import CONFIGURATIONS, Configuration, training_memory
 from amp_ext.optim import AdamW
 from amp_ext.optim.offload import OffloadedStates
-from amp_ext.optim.transport import CudaTransport
+from amp_ext.optim.transport import Transport
 from amp_ext.text_table import format_table
 
 ADAMW = OPTIONS["AdamW"]
@@ -61,20 +61,22 @@ class ImmediateTransport:
         """Returns memory whose pages exist already, as those of pinned memory."""
         return torch.zeros(size, dtype=torch.uint8)
 
-    def copy_down(self, host: Tensor, source: Tensor) -> None:
-        """Copies a gradient."""
-        host.data.copy_(source.data)
+    def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Copies tensors."""
+        for target, source in copies:
+            target.data.copy_(source.data)
+        return self.join
 
-    def begin(self, event: Any = None) -> None:
-        """Does nothing, as the methods below: no copy is under way."""
+    def join(self) -> None:
+        """Does nothing: no copy is under way."""
 
     copy_up = copy_down
-    close = join = wait = record_down = record_up = begin
+    close = join
 
 
 def make_transport(device: torch.device) -> Any:
     """Returns the transport between a device and host memory."""
-    return CudaTransport(device, pinned=True) if device.type == "cuda" else ImmediateTransport()
+    return Transport(device, pinned=True) if device.type == "cuda" else ImmediateTransport()
 
 
 def counted(transport: Any) -> list[int]:
@@ -164,12 +166,10 @@ def measure_form(
     hosts = [extra.allocate(each.nbytes).view(each.dtype).view(each.shape) for each in grads * 2]
 
     def copy() -> None:
-        extra.begin()
-        for grad, down, up, target in zip(grads, hosts, hosts[len(grads) :], spare, strict=False):
-            extra.copy_down(down, grad)
-            extra.copy_up(target, up)
-        extra.join(extra.record_down())
-        extra.join(extra.record_up())
+        arrive = extra.copy_down(zip(hosts, grads, strict=False))
+        extra.copy_up(zip(spare, hosts[len(grads) :], strict=True))
+        arrive()
+        extra.join()
 
     calls["copies"] = copy
     if on_gpu:

@@ -319,10 +319,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.check_weights_are_in(f"{type(self).__name__}.refresh_masters")
         self._check_params("refresh_masters")
         if self.offload is not None:
-            self.offload.refresh_masters()
-            return
+            self.offload.synchronize(rereads=True)
         pairs = [
-            (param, self.state[param]["master_param"])
+            (self._stored_beside(param), self.state[param]["master_param"])
             for group in self.param_groups
             for param in group["params"]
             if "master_param" in self.state.get(param, {})
@@ -360,7 +359,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if params is None:
             params = params_of(self)
         if self.offload is not None:
-            return self.offload.master_params(params)
+            return self.offload.inner.master_params(map(self.offload.host_of, params))
         return [fp32_master(param, self.state.get(param, {})) for param in params]
 
     # Steps.
@@ -540,8 +539,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _note_what_is_stepped(self, error: Exception) -> None:
         """Adds a note about the number of stepped parameters to an error of a step."""
-        reporter = self._stepper.compiled if self.offload is None else self.offload
-        progress, reporter.progress = reporter.progress, ""  # no later error may report it
+        compiled = self._stepper.compiled
+        progress, compiled.progress = compiled.progress, ""  # no later error may report it
         if progress:
             note = (
                 f"the step failed after updating {progress}. Load a checkpoint into the model and "
@@ -826,7 +825,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._stepper.forget_scan()
         self._stepper.grad_norms = None
         if self.offload is not None:
-            self.offload.forget()
+            self.offload.inner._stepper.compiled.forget_masters()
         if tracks:
             self.track_grad_norms = True
         if guard is not None:  # in a shallow copy, the guard still belongs to the original

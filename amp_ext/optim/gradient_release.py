@@ -49,7 +49,7 @@ def release_gradients(
     An iteration ends with ``step`` (with a scaler: with ``update``). If a batch is given up after
     some of its gradients were used, call ``optimizer.zero_grad()``; a warning says how many
     parameters have been stepped. An option of a group that changes, such as ``lr``, counts from the
-    next gradient on.
+    next gradient on; if states are offloaded, from the next iteration on.
 
     Args:
         optimizer: An optimizer of ``amp_ext.optim``.
@@ -365,7 +365,7 @@ class GradientRelease:
     def _end_backward(self) -> None:
         """Waits for the steps of offloaded parameters, which run in a thread."""
         if self._owner.offload is not None:
-            self._owner.offload.end_backward(self._stepped)
+            self._owner.offload.finish(self._stepped)
 
     def check_scaler(self, scaler: Any, operation: str) -> None:
         """Refuses an operation of a scaler that does not fit: another one, or ``unscale_``."""

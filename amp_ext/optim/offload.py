@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
-import os
-import threading
+import copy
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.optim.formats import StateSpec, fits_blocks
+from amp_ext.optim.formats import is_16_bit
 from amp_ext.optim.fused_optimizer import FusedOptimizer
-from amp_ext.optim.host_buffers import (
-    BUFFERS,
-    GradBuffers,
-    HostCopy,
-    aligned_bytes,
-    is_dense,
-    strided,
-)
-from amp_ext.optim.state_bytes import MASTER_BYTES, bytes_of_moment
-from amp_ext.optim.state_store import PlacedParam, init_states, put_states
-from amp_ext.optim.transport import CudaTransport, Transport, available_host_memory
+from amp_ext.optim.state_bytes import MASTER_BYTES
+from amp_ext.optim.state_store import PlacedParam
+from amp_ext.optim.transport import Transport, available_host_memory
+from amp_ext.params import name_of_param, params_of
+from amp_ext.plain_numbers import is_count
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
 __all__ = ["OffloadedStates", "offload_states"]
 
 #: Bytes of gradients that are copied and stepped together. A larger gradient is a chunk of its own.
 CHUNK_BYTES = 32 << 20
-_MOMENT_DTYPES: dict[Any, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-Step = Callable[[list[Tensor]], Any]  # steps host copies that have their gradients
 
 
 def offload_states(
@@ -75,11 +65,11 @@ def offload_states(
         The handle, also a context manager. The optimizer keeps it alive.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If ``threads`` is less than 1.
-        RuntimeError: If the optimizer has averages of its weights, writes gradients back or is
-            offloaded already; if a parameter is a DTensor, flattened by FSDP1, lazy, float64, not
-            dense in memory or not on the GPU of the others; or if there is too little host memory.
+        TypeError: If ``optimizer`` is of another class.
+        ValueError: If ``threads`` is no int of at least 1.
+        RuntimeError: If the optimizer is offloaded already; if a parameter is flattened by FSDP1,
+            lazy, float64, not dense in memory or not on the GPU of the others; or if there is too
+            little host memory.
 
     Example:
         >>> optimizer = amp_ext.optim.AdamW(model.parameters(), master_weights="split")
@@ -97,31 +87,79 @@ def offload_states(
             "offload_states: optimizer must be one of amp_ext.optim, got "
             f"{type(optimizer).__name__}"
         )
-    if not isinstance(pinned, bool):
-        raise TypeError(f"offload_states: pinned must be a bool, got {pinned!r}")
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)):
-        raise TypeError(f"offload_states: threads must be an int or None, got {threads!r}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"offload_states: threads must be at least 1, got {threads}")
+    if threads is not None and not is_count(threads):
+        raise ValueError(
+            f"offload_states: threads must be None or an int of at least 1, got {threads!r}"
+        )
     if transport is None:
         device = optimizer._first_device()
         if device.type != "cuda":
             raise RuntimeError(
                 f"offload_states: the parameters must be on a GPU, got {device}. States of "
-                "parameters on the CPU are in host memory anyway; a test may pass a transport."
+                "parameters on the CPU are in host memory anyway; a test may pass transport=."
             )
-        transport = CudaTransport(device, pinned)
+        transport = Transport(device, pinned)
     return OffloadedStates(optimizer, transport, threads)
+
+
+class HostCopy:
+    """A parameter in host memory, and what the parameter was when both were equal.
+
+    Args:
+        param: The parameter; for a DTensor, this rank's shard is copied.
+        memory: Bytes in host memory, enough for the shard.
+    """
+
+    def __init__(self, param: Any, memory: Tensor) -> None:
+        """Copies nothing yet."""
+        self.param = param
+        # The tensor in ``data`` has a version counter of its own.
+        self.local = self.view(memory, param.dtype).data
+        #: The parameter of the inner optimizer, a DTensor if the parameter is one.
+        self.tensor = self.sharded(self.local)
+        self.tensor.grad_dtype = None  # gradients may have another dtype
+        self.seen = self.now()
+
+    def view(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the first bytes of memory in the layout of the shard."""
+        local = local_tensor(self.param)
+        return memory.view(dtype).as_strided(local.shape, local.stride())
+
+    def sharded(self, local: Tensor) -> Any:
+        """Returns a shard in host memory as a DTensor, if the parameter is one."""
+        if not is_dtensor(self.param):
+            return local
+        return type(self.param.data)(local, self.param._spec, requires_grad=False)
+
+    def counted(self) -> list[Tensor]:
+        """Returns the tensors that count writes: a DTensor and its shard have a version each."""
+        return [self.param, local_tensor(self.param)] if is_dtensor(self.param) else [self.param]
+
+    def now(self) -> tuple[Any, Any, int]:
+        """Returns the layout, the address and the version of the parameter: a write changes one."""
+        local, spec = local_tensor(self.param), getattr(self.param, "_spec", None)
+        layout = spec, local.device, local.dtype, local.shape, local.stride()
+        address = local.untyped_storage()._cdata, local.data_ptr()
+        return layout, address, sum(each._version for each in self.counted())
+
+    def see(self) -> None:
+        """Remembers that the copy has what is in the parameter now."""
+        self.seen = self.now()
+        # No later storage gets the address of one that has a reference.
+        self.storage = StorageWeakRef(local_tensor(self.param).untyped_storage())
+
+
+Grads = list[tuple[HostCopy, Tensor]]  # gradients, and the copies of their parameters
+Step = Callable[[list[Tensor]], Any]  # steps host copies that have their gradients
 
 
 class OffloadedStates:
     """The handle from :func:`offload_states`.
 
-    An inner optimizer of the same class has the host copies as parameters. Each state is one dict,
-    which both optimizers have under their own parameter. Copies of a DTensor's shard are DTensors.
+    An inner optimizer of the same class has the host copies as parameters, and takes the steps.
+    Both optimizers have the same dict for the state of a parameter.
     """
 
-    @outside_inference_mode()
     def __init__(
         self,
         optimizer: FusedOptimizer,
@@ -143,28 +181,21 @@ class OffloadedStates:
                 f"offload_states: the states of this {self._name} are offloaded already. Call "
                 "remove() of the first offload before."
             )
-        self._optimizer = weakref.ref(optimizer)  # the optimizer refers to this object
-        self._transport, self._threads, self._chunk_bytes = transport, threads, chunk_bytes
-        #: An optimizer of the same class, whose parameters are the host copies.
-        self.inner = _inner_of(optimizer)
+        self._optimizer: Any = weakref.ref(optimizer)  # the optimizer refers to this object
+        self._transport, self._chunk_bytes = transport, chunk_bytes
         self._hosts: dict[Tensor, HostCopy] = {}  # by the parameter on the device
-        self._buffers = GradBuffers(transport)
-        # For each group, a learning rate that is a tensor, its version, and its value on the host.
-        self._rates: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._pid = 0
-        self._work: concurrent.futures.Future[None] | None = None  # the last work of the thread
-        self._error: BaseException | None = None  # the first error of the thread
-        self._updated = 0  # parameters that the thread has stepped in this step
-        self.progress = ""  # how far the last step came, if it failed: "3 of 8 parameters"
-        self._lock = threading.RLock()  # held by a step or a hook
-        self._check_memory(optimizer)
+        # Two buffers for gradients: the first one fills while the second one is stepped.
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._used = 0  # bytes of the first buffer
+        self._work: Any = None  # the future of the last work of the thread
+        self._work_of_second: Any = None  # the last that reads the second buffer
+        self._stepped = 0  # parameters that the thread has stepped in this step
+        self._pool = _pool_with(threads)
+        #: An optimizer of the same class, whose parameters are the host copies.
+        self.inner = copy.copy(optimizer)
+        self.inner.track_step_applied()
         self.synchronize()
-        self._convert_states(self.inner.state, self.host_of)
-        if optimizer.gradient_release is not None:
-            optimizer.gradient_release.give_up()  # the place of states can't change in an iteration
-        optimizer.offload = self
-        self._move_averages()
+        self._move(optimizer, torch.device("cpu"), self)
 
     @outside_inference_mode()
     def remove(self) -> None:
@@ -172,17 +203,10 @@ class OffloadedStates:
         optimizer = self._optimizer()
         if optimizer is None or optimizer.offload is not self:
             return
-        if optimizer.gradient_release is not None:
-            optimizer.gradient_release.give_up()
-        self.synchronize()
-        self._convert_states(optimizer.state, lambda param: param)
-        optimizer.offload = None
-        self._move_averages()
-        self.inner.state.clear()
-        self._hosts.clear()
+        self._move(optimizer, self._transport.device, None)
         self._transport.close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
+        del self.inner, self._hosts, self._buffers  # they refer to the host memory
 
     def __enter__(self) -> OffloadedStates:
         """Returns the handle; leaving the context calls :meth:`remove`."""
@@ -192,13 +216,19 @@ class OffloadedStates:
         """Calls :meth:`remove`."""
         self.remove()
 
-    @property
-    def _owner(self) -> FusedOptimizer:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
+    @outside_inference_mode()
+    def _move(self, optimizer: FusedOptimizer, device: torch.device, offload: Any) -> None:
+        """Moves states and averages to a device, where steps with this offload run."""
+        if optimizer.gradient_release is not None:
+            optimizer.gradient_release.give_up()  # states can't move within an iteration
+        self._settle()
+        for param in self._hosts:
+            state = optimizer.state.get(param, {})
+            state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor)})
+        optimizer.offload = offload
+        self._move_averages(optimizer)
 
-    # Host copies of parameters.
+    # The inner optimizer.
 
     def host_of(self, param: Tensor) -> Tensor:
         """Returns the host copy of a parameter, or the parameter itself if it has no copy.
@@ -206,133 +236,88 @@ class OffloadedStates:
         Args:
             param: A parameter of the optimizer, which has no copy if it is frozen; or another one.
         """
-        host = self._hosts.get(param)
-        return host.tensor if host is not None and host.is_copy else param
+        return self._hosts[param].tensor if param in self._hosts else param
 
     @outside_inference_mode()
-    def synchronize(self) -> None:
-        """Makes the inner optimizer equal to the optimizer: parameters, options and states."""
+    def synchronize(self, rereads: bool = False) -> None:
+        """Makes the inner optimizer equal to the optimizer: parameters, options and states.
+
+        Args:
+            rereads: Copies all parameters, not only those that were written.
+        """
         self._settle()
-        self.progress = ""
-        optimizer, inner = self._owner, self.inner
-        self._allocate_hosts(optimizer)
-        self._fetch()
-        self._rates.clear()
+        optimizer, inner = self._optimizer(), self.inner
+        self._copy_params(optimizer, rereads)
         inner.param_groups = []
-        for index, group in enumerate(optimizer.param_groups):
-            hosts = [self._hosts[param] for param in group["params"]]
-            for param, host in zip(group["params"], hosts, strict=True):
-                host.group = index
-                host.tensor.requires_grad_(host.is_copy and param.requires_grad)
-            tensors = [host.tensor for host in hosts]
-            inner.param_groups.append({**self._options_of(index), "params": tensors})
-        states, hosts_of = optimizer.state, self._hosts.items()
-        known = {host.tensor: states[param] for param, host in hosts_of if param in states}
+        for group in optimizer.param_groups:
+            # Nothing reads a frozen parameter.
+            tensors = [
+                self._hosts[param].tensor.requires_grad_(param.requires_grad)
+                if param in self._hosts
+                else torch.empty(0, dtype=param.dtype)
+                for param in group["params"]
+            ]
+            inner.param_groups.append({**group, "lr": _on_host(group["lr"]), "params": tensors})
+        states, hosts = optimizer.state, self._hosts.items()
+        known = {host.tensor: states[param] for param, host in hosts if param in states}
         inner.state = defaultdict(dict, known)
-        inner.track_step_applied()
 
-    def _options_of(self, index: int) -> dict[str, Any]:
-        """Returns the options of a group, with its learning rate in host memory."""
-        options = {**self._owner.param_groups[index]}
-        del options["params"]
-        rate = options["lr"]
-        if isinstance(rate, Tensor):
-            known = self._rates.get(index)
-            if known is None or known[0] is not rate or known[1] != rate._version:
-                known = self._rates[index] = rate, rate._version, _on_host(rate)
-            options["lr"] = known[2]
-        return options
-
-    def _allocate_hosts(self, optimizer: FusedOptimizer) -> None:
-        """Allocates the host copies of new parameters, all in one block of memory."""
+    def _copy_params(self, optimizer: FusedOptimizer, rereads: bool) -> None:
+        """Copies parameters that are new or were written since the last step into host memory."""
         hosts: dict[Tensor, Any] = {}
+        written, new = [], []
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 host = self._hosts.get(param)
-                if host is not None and host.is_copy and not host.fits(param):
-                    host = None
-                if not _needs_copy(optimizer, param):
-                    host = HostCopy(param, None) if host is None else host
-                elif host is None or not host.is_copy or param.device != self._transport.device:
-                    self._check_param(param, f"group {group_index}, param {index}")
-                    host = None
+                is_used = param.requires_grad or param.grad is not None or param in optimizer.state
+                if host is None and not is_used:
+                    continue
                 hosts[param] = host
-        new = [param for param, host in hosts.items() if host is None]
-        size = sum(aligned_bytes(local_tensor(param)) for param in new)
-        slab = self._transport.allocate(size) if new else torch.empty(0, dtype=torch.uint8)
-        offset = 0
-        for param in new:
-            local = local_tensor(param)
-            view = strided(slab, offset, local.dtype, local.shape, local.stride())
-            hosts[param] = HostCopy(param, view)
-            offset += aligned_bytes(local)
-        self._hosts = {param: host for param, host in hosts.items() if host is not None}
+                now: Any = None if host is None else host.now()
+                if host is None or now[0] != host.seen[0]:  # another layout
+                    spec = optimizer.state_spec_of(group)
+                    new.append(PlacedParam(spec, param, group_index, index))
+                elif rereads or now != host.seen:
+                    written.append(host)
+        if new:
+            self._check(new)
+            sizes = [_aligned_bytes(param) for param in hosts]
+            buffer_size = min(sum(sizes), max([self._chunk_bytes, *sizes]))
+            self._check_memory(new, buffer_size)
+            self._reserve(buffer_size)
+            # All copies are in one block of memory.
+            sizes = [_aligned_bytes(placed.param) for placed in new]
+            parts = self._transport.allocate(sum(sizes)).split(sizes)
+            for (_, param, *_), memory in zip(new, parts, strict=True):
+                hosts[param] = HostCopy(param, memory)
+                written.append(hosts[param])
+        if written:
+            copies = [(host.local, local_tensor(host.param)) for host in written]
+            self._transport.copy_down(copies)()
+            for host in written:
+                host.see()
+                # The inner optimizer refreshes masters of parameters that were written.
+                increment_version([host.tensor, host.local])
+        self._hosts = hosts
         if new and optimizer.offload is self:
-            self._move_averages()
+            self._move_averages(optimizer)
 
-    def _fetch(self) -> None:
-        """Copies parameters that were written since the last step into their host copies."""
-        hosts = self._hosts.items()
-        written = [(param, host) for param, host in hosts if host.is_copy and host.writes(param)]
-        if not written:
-            return
-        self._transport.begin()
-        for param, host in written:
-            host.see(param)
-            self._transport.copy_down(host.local, local_tensor(param))
-        self._transport.wait(self._transport.record_down())
-        # The inner optimizer refreshes masters of parameters that were written.
-        increment_version([tensor for _, host in written for tensor in (host.tensor, host.local)])
-
-    def _share_states(self, params: Iterable[Tensor]) -> None:
-        """Gives the optimizer the states that the inner optimizer has created."""
-        ours, states = self.inner.state, self._owner.state
-        for param in params:
-            state = ours.get(self._hosts[param].tensor)
-            if state and states.get(param) is not state:
-                states[param] = state
-
-    def _convert_states(
-        self, states: dict[Tensor, Any], beside: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Moves existing states to the device of the tensors that ``beside`` returns."""
-        optimizer = self._owner
-        placed = [
-            PlacedParam(optimizer.state_spec_of(group), beside(param), group_index, index)
-            for group_index, group in enumerate(optimizer.param_groups)
-            for index, param in enumerate(group["params"])
-            if states.get(beside(param))
-        ]
-        put_states(states, init_states(states, placed))
-
-    def _move_averages(self) -> None:
-        """Moves averages of the weights to the masters."""
-        for average in self._owner._stepper.weight_averages:
+    def _move_averages(self, optimizer: FusedOptimizer) -> None:
+        for average in optimizer._stepper.weight_averages:
             average.move_to_states()
 
-    # Operations of the optimizer that read or write states.
+    def _share_states(self) -> None:
+        """Gives the optimizer the states that the inner optimizer has created."""
+        states = self._optimizer().state
+        for param, host in self._hosts.items():
+            if state := self.inner.state.get(host.tensor):
+                states[param] = state
 
     def init_state(self) -> None:
         """Creates missing states in host memory."""
         self.synchronize()
         self.inner.init_state()
-        self._share_states(self._hosts)
-
-    def refresh_masters(self) -> None:
-        """Copies all parameters into host memory, and updates the masters there."""
-        for host in self._hosts.values():
-            host.forget()
-        self.synchronize()
-        self.inner.refresh_masters()
-
-    def forget(self) -> None:
-        """Forgets to which values masters were rounded, because states have been loaded."""
-        self._settle()
-        self.inner._stepper.compiled.forget_masters()
-
-    def master_params(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Returns the masters in host memory; without masters, the host copies of parameters."""
-        return self.inner.master_params([self.host_of(param) for param in params])
+        self._share_states()
 
     # Steps.
 
@@ -346,149 +331,113 @@ class OffloadedStates:
         is_of_scaler: bool,
     ) -> None:
         """Updates all parameters that have a gradient; see ``FusedOptimizer.take_step``."""
-        optimizer, inner, stepper = self._owner, self.inner, self._owner._stepper
+        optimizer, inner = self._optimizer(), self.inner
+        stepper = optimizer._stepper
         self._check_can_step(optimizer)
-        with self._lock:
-            self.synchronize()
-            stepper.check_grads(optimizer, is_of_scaler)
-            found_inf, sum_of_squares = self._scan(grad_scale, found_inf, sum_of_squares)
-            grads = [(each, self._grad_of(each)) for each in self._hosts if each.grad is not None]
-            found_inf = _on_host(found_inf)
-            others = _on_host(sum_of_squares), _on_host(max_norm), is_of_scaler
-            grad_scale = _on_host(grad_scale)
-            self._reserve(dict(grads))
-            try:  # a step that is skipped checks all parameters, and creates missing states
-                for param, grad in grads:
-                    self._hosts[param].set_grad(self._buffers.like(grad))
-                inner.take_step(None, grad_scale, torch.ones(()), *others)
-            finally:
-                for param, _ in grads:
-                    self._hosts[param].set_grad(None)
-            self._share_states(param for param, _ in grads)
-            if found_inf is None or not found_inf:
-                inputs = grad_scale, found_inf, *others
-                self._step_in_chunks(grads, lambda hosts: inner.take_step(hosts, *inputs))
-            if grad_scale is not None:
-                stepper.mark_scaled(optimizer)
-            stepper.compiled.forget_scan()  # a later step would take its sum for its own
+        self.synchronize()
+        stepper.check_grads(optimizer, is_of_scaler)
+        # A scan, if a step on the device would scan: for the norm, or as a gradient has changed.
+        is_clipped = any(group["max_grad_norm"] is not None for group in optimizer.param_groups)
+        lacks_sum = is_clipped and sum_of_squares is None
+        is_alone = found_inf is not None and not stepper.norm_spans_ranks(optimizer)
+        flag: Any = found_inf
+        if lacks_sum or (is_alone and stepper.grads_were_written(optimizer)):
+            scan = stepper.scan_all(optimizer, found_inf, grad_scale, lacks_sum)
+            flag = sum(scan.found_infs.values(), flag) if is_alone else flag
+            sum_of_squares = scan.sum_of_squares if lacks_sum else sum_of_squares
+        stepper.compiled.forget_scan()  # a later step would take its sum for its own
+        scale, flag, *others = map(_on_host, (grad_scale, flag, sum_of_squares, max_norm))
+        hosts = [host for host in self._hosts.values() if host.param.grad is not None]
+        grads = [(host, self._grad_of(host)) for host in hosts]
+        # A step that is skipped checks all parameters, and creates missing states.
+        unread = [(host, host.view(self._buffers[0], grad.dtype)) for host, grad in grads]
+        skipped = scale, torch.ones(()), *others, True
+        _step_with(unread, lambda _: inner.take_step(params_of(inner), *skipped))
+        self._share_states()
+        if flag is None or not flag:
+            inputs, self._stepped = (scale, flag, *others, True), 0
+            try:
+                self._send(grads, lambda tensors: inner.take_step(tensors, *inputs))
+                self.finish(host.param for host, _ in grads)
+            except Exception:
+                with contextlib.suppress(Exception):
+                    self._settle()  # the chunks that were sent before are stepped
+                if self._stepped:
+                    stepper.compiled.progress = f"{self._stepped} of {len(grads)} parameters"
+                raise
+        if grad_scale is not None:
+            stepper.mark_scaled(optimizer)
 
-    def _scan(
-        self, grad_scale: Tensor | None, found_inf: Tensor | None, sum_of_squares: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns found_inf and the sum of squares, after a scan if a step would scan gradients."""
-        optimizer, stepper = self._owner, self._owner._stepper
-        clips = any(group["max_grad_norm"] is not None for group in optimizer.param_groups)
-        lacks_sum = clips and sum_of_squares is None
-        if stepper.norm_spans_ranks(optimizer):
-            if lacks_sum:
-                sum_of_squares = optimizer._scan(None, grad_scale).sum_of_squares
-        elif lacks_sum or (found_inf is not None and stepper.grads_were_written(optimizer)):
-            for flag, _, _, total in optimizer.take_scan(None, None, grad_scale, clips):
-                found_inf = None if found_inf is None else found_inf + flag
-                sum_of_squares = total if lacks_sum else sum_of_squares
-        return found_inf, sum_of_squares
+    def _send(self, grads: Grads, step: Step) -> None:
+        """Copies gradients down, one buffer after the other; the thread steps what has arrived."""
+        chunk: list[tuple[HostCopy, Tensor, Tensor]] = []
+        for host, grad in grads:
+            size = _aligned_bytes(grad)
+            if self._used + size > len(self._buffers[0]):
+                self._submit(chunk, step)
+                if self._work_of_second is not None and self._work_of_second.exception():
+                    self._settle()  # raises it
+                chunk, self._used, self._work_of_second = [], 0, self._work
+                self._buffers.reverse()
+            chunk.append((host, grad, host.view(self._buffers[0][self._used :], grad.dtype)))
+            self._used += size
+        self._submit(chunk, step)
 
-    def _step_in_chunks(self, grads: list[tuple[Tensor, Tensor]], step: Step) -> None:
-        """Steps the parameters of one chunk after the other."""
-        chunk: list[tuple[Tensor, Tensor]] = []
-        size = self._updated = 0
-        self._transport.begin()
-        try:
-            for param, grad in grads:
-                if chunk and size + aligned_bytes(grad) > self._chunk_bytes:
-                    self._send(chunk, step)
-                    chunk, size = [], 0
-                chunk.append((param, grad))
-                size += aligned_bytes(grad)
-            if chunk:
-                self._send(chunk, step)
-            self._settle()
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                self._settle()  # the chunks that were sent before are stepped
-            if self._updated:
-                self.progress = f"{self._updated} of {len(grads)} parameters"
-            elif hasattr(error, "add_note"):
-                error.add_note(f"{self._name}.step: no parameter was changed.")
-            raise
+    def _submit(self, chunk: list[tuple[HostCopy, Tensor, Tensor]], step: Step) -> None:
+        """Starts the copies of gradients, and gives the thread the rest of the work."""
+        before, arrived = self._work, [(host, view) for host, _, view in chunk]
+        arrive = self._transport.copy_down([(view, grad) for _, grad, view in chunk])
+        # Autograd refuses to read a saved parameter from now on.
+        increment_version([each for host, _ in arrived for each in host.counted()])
 
-    def _send(self, chunk: list[tuple[Tensor, Tensor]], step: Step) -> None:
-        """Copies gradients down. Once they have arrived, the thread steps their parameters."""
-        self._buffers.begin(sum(aligned_bytes(grad) for _, grad in chunk))
-        views = []
-        for _, grad in chunk:
-            views.append(self._buffers.place(grad))
-            self._transport.copy_down(views[-1], grad)
-        arrived = self._transport.record_down()
-        for param, _ in chunk:
-            # Autograd refuses to read a saved parameter from now on.
-            increment_version([param, local_tensor(param)] if is_dtensor(param) else param)
-            self._hosts[param].see(param)
-        self._work = self._submit(functools.partial(self._step_chunk, chunk, views, arrived, step))
-        self._buffers.is_used_by(self._work)
-        if self._error is not None:
-            self._settle()
-
-    def _step_chunk(
-        self, chunk: list[tuple[Tensor, Tensor]], views: list[Tensor], arrived: Any, step: Step
-    ) -> None:
-        """Steps host copies, and starts the copies of the new parameters. Runs in the thread."""
-        params = [param for param, _ in chunk]
-        hosts = [self._hosts[param] for param in params]
-        if self._error is not None:
-            return  # nothing is stepped after an error, until it is raised
-        try:
-            self._transport.wait(arrived)
+        def run() -> None:
+            if before is not None:
+                before.result()  # nothing is stepped after an error, until it is raised
+            arrive()
             chunk.clear()  # frees the gradients, if hooks have released them
-            for host, view in zip(hosts, views, strict=True):
-                host.set_grad(view)
-            step([host.tensor for host in hosts])
-            self._updated += len(hosts)
-            self._share_states(params)
-            for param, host in zip(params, hosts, strict=True):
-                self._transport.copy_up(local_tensor(param), host.local)
-        except BaseException as error:
-            self._error = self._error or error
-            for host in hosts:
-                host.forget()  # the next step goes on from the parameter
-        finally:
-            for host in hosts:
-                host.set_grad(None)
+            _step_with(arrived, step)
+            self._stepped += len(arrived)
+            self._transport.copy_up([(local_tensor(host.param), host.local) for host, _ in arrived])
 
-    def _grad_of(self, param: Tensor) -> Tensor:
-        """Returns the gradient of this rank's shard, without gaps in memory."""
-        name = f"grad of {self._place_of(param)}"
-        grad = local_grad(param, f"{self._name}.step: {name}")
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{self._name}: the step does not support sparse gradients: {name}. Call "
-                "to_dense()."
-            )
-        return grad if is_dense(grad) else grad.contiguous()
+        self._work = self._pool.submit(run)
 
-    def _reserve(self, grads: Mapping[Tensor, Tensor]) -> None:
-        """Makes buffers that are large enough for a chunk, and for each gradient."""
-        copies = [(param, host.local) for param, host in self._hosts.items() if host.is_copy]
-        sizes = [aligned_bytes(grads.get(param, local)) for param, local in copies]
-        self._buffers.reserve(self._buffer_bytes(sizes))
+    def _settle(self) -> None:
+        """Waits for the thread, lets the current stream wait for its copies, raises its error."""
+        if self._work is None:
+            return
+        concurrent.futures.wait([self._work])  # after an interrupt here, the next call waits
+        work, self._work, self._work_of_second, self._used = self._work, None, None, 0
+        self._transport.join()
+        self._share_states()
+        work.result()
 
-    def _buffer_bytes(self, sizes: list[int]) -> int:
-        """Returns the bytes of a buffer for gradients of these sizes: a chunk, or the largest."""
-        return min(sum(sizes), max([self._chunk_bytes, *sizes]))
+    def _grad_of(self, host: HostCopy) -> Tensor:
+        """Returns the gradient of this rank's shard, laid out in memory as the parameter."""
+        grad: Any = local_grad(host.param, f"{self._name}.step: grad of a parameter")
+        if grad.stride() != host.local.stride():
+            empty = torch.empty_like(host.local, dtype=grad.dtype, device=grad.device)
+            grad = empty.copy_(grad)
+        self._reserve(_aligned_bytes(grad))
+        return grad
 
-    # Steps in the backward pass, for released gradients.
+    def _reserve(self, size: int) -> None:
+        """Makes each of the two buffers for gradients at least ``size`` bytes large."""
+        if size > len(self._buffers[0]):
+            self._buffers = [*self._transport.allocate(2 * size).split(size)]
+            self._used, self._work_of_second = 0, None
 
-    def begin_backward(self, grad_scale: Tensor | None) -> Tensor | None:
+    # Steps in the backward pass, for released gradients. The hooks of all parameters on a GPU run
+    # in one thread of autograd.
+
+    def begin_backward(self, grad_scale: Tensor | None) -> Any:
         """Prepares the inner optimizer for the hooks, and returns the loss scale on the host.
 
         Args:
             grad_scale: The loss scale, one float32, or None.
         """
-        with self._lock:
-            self.synchronize()
-            self.inner._check_groups()  # or the thread would find a wrong option
-            return _on_host(grad_scale)
+        self.synchronize()
+        self.inner._check_groups()  # or the thread would find a wrong option
+        return _on_host(grad_scale)
 
     @outside_inference_mode()
     def step_in_backward(
@@ -504,116 +453,84 @@ class OffloadedStates:
             False if the parameter is in no group.
 
         Raises:
-            RuntimeError: If the gradient is sparse, or if the parameter was frozen when the
-                iteration began. Also an error of an earlier step in the thread.
+            RuntimeError: If the gradient is sparse. Also an error of an earlier step in the thread.
         """
+        optimizer = self._optimizer()
+        if param not in self._hosts:
+            self.synchronize()  # it was frozen when the iteration began, or is in no group
         host = self._hosts.get(param)
         if host is None:
             return False
-        if not host.is_copy:
-            raise RuntimeError(
-                f"{self._name}: a parameter was unfrozen within an iteration. Unfreeze it after "
-                "step()."
-            )
-        grad = self._grad_of(param)
-        group, options = self.inner.param_groups[host.group], self._options_of(host.group)
-
-        def step_with_options(hosts: list[Tensor]) -> None:
-            group.update(options)  # in the thread, as earlier gradients have earlier options
-            step(self.inner, hosts[0])
-
-        with self._lock:
-            if not self._buffers.fits(grad):
-                self._reserve({param: grad})
-            self._transport.begin()
-            self._send([(param, grad)], step_with_options)
+        # The gradient of a DTensor is never sparse.
+        optimizer._stepper.compiled.check_grads(optimizer.param_groups, True, params=[param])
+        grads = [(host, self._grad_of(host))]
+        self._send(grads, lambda tensors: [step(self.inner, tensor) for tensor in tensors])
         return True
 
-    def end_backward(self, stepped: Iterable[Tensor]) -> None:
-        """Waits for the steps of hooks, and makes the current stream wait for the last copy.
+    def finish(self, stepped: Iterable[Tensor]) -> None:
+        """Waits for all steps, and makes the current stream wait for the last copy.
 
         Args:
-            stepped: The parameters of the hooks.
+            stepped: The parameters that were stepped.
 
         Raises:
-            RuntimeError: If a parameter was written after its gradient was released. Also the first
+            RuntimeError: If a parameter was written after its gradient was sent. Also the first
                 error of the thread.
         """
         self._settle()
-        known = [each for each in stepped if each in self._hosts and self._hosts[each].is_known]
-        for param in [param for param in known if self._hosts[param].writes(param)]:
-            writes, counter = self._hosts[param].writes(param), _version_counter_of(param)
-            # Views of one tensor share a version, which the hook of each of them increases.
-            beside = sum(_version_counter_of(each) == counter for each in known) - 1
-            if not 0 <= writes <= beside:
-                self._hosts[param].forget()
+        hosts = [self._hosts[param] for param in stepped if param in self._hosts]
+        # Views of one tensor share a version, which the step of each of them increases.
+        counters = [ops.binary.version_counter_of(local_tensor(host.param)) for host in hosts]
+        steps = Counter(counters)
+        for host, counter in zip(hosts, counters, strict=True):
+            now = host.now()
+            writes = (now[2] - host.seen[2]) // len(host.counted())
+            if now[:2] != host.seen[:2] or writes > steps[counter]:
+                optimizer = self._optimizer()
+                index = [*map(id, params_of(optimizer))].index(id(host.param))
                 raise RuntimeError(
-                    f"{self._name}: {self._place_of(param)} was written after its gradient was "
-                    "released, before step() had copied it back. Write parameters after step() or "
-                    "zero_grad()."
+                    f"{self._name}: param of {name_of_param(optimizer, index)} was written after "
+                    "its gradient was released, before step() had copied it back. Write "
+                    "parameters after step() or zero_grad()."
                 )
-            self._hosts[param].see(param)
-
-    # The thread.
-
-    def _submit(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
-        if self._pool is None or self._pid != os.getpid():  # a fork copies no threads
-            self._start_thread()
-        assert self._pool is not None
-        return self._pool.submit(work)
-
-    def _start_thread(self) -> None:
-        threads, before = self._threads, torch.get_num_threads()
-
-        def set_threads() -> None:
-            # In a new thread, torch and our engine set the number when they first run, to the one
-            # that any thread has set last. So both run before it is set.
-            torch.get_num_threads()
-            ops.count_nonfinite([torch.zeros(1)])
-            torch.set_num_threads(before if threads is None else threads)
-
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "amp_ext offload", set_threads)
-        self._pid = os.getpid()
-        self._pool.submit(int).result()
-        torch.set_num_threads(before)  # for threads that start later; ours keeps its number
-
-    def _settle(self) -> None:
-        """Waits for the thread and lets the current stream wait for its copies; raises its error.
-
-        The thread may have work of hooks, and of a step that an interrupt has ended.
-        """
-        if self._work is not None and self._pid == os.getpid():
-            self._work.result()
-            self._transport.begin()
-            self._transport.join(self._transport.record_up())
-        self._work = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            host.seen = now
 
     # Checks.
 
-    def _place_of(self, param: Tensor) -> str:
-        group_index = self._hosts[param].group
-        params = self._owner.param_groups[group_index]["params"]
-        return f"group {group_index}, param {[*map(id, params)].index(id(param))}"
+    def _check(self, new: list[PlacedParam]) -> None:
+        for placed in new:
+            param, wrong = placed.param, None
+            if is_flattened(param):
+                wrong = "is flattened by FSDP1. Use FSDP's own CPUOffload, or fully_shard"
+            elif is_lazy(param):
+                wrong = "is a lazy parameter, which has no shape yet. Run the model once first"
+            elif param.device != self._transport.device:
+                wrong = f"must be on {self._transport.device}, got {param.device}"
+            elif param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                wrong = f"must be Float, Half or BFloat16, got {param.dtype}"
+            elif torch.empty_like(placed.local, device="meta").stride() != placed.local.stride():
+                wrong = "must be dense in memory, got a view with gaps or overlaps"
+            if wrong is not None:
+                raise RuntimeError(f"{self._name}: offload_states: param of {placed} {wrong}.")
 
-    def _check_param(self, param: Tensor, place: str) -> None:
-        wrong = None
-        if is_flattened(param):
-            wrong = "is flattened by FSDP1. Use FSDP's own CPUOffload, or fully_shard"
-        elif is_lazy(param):
-            wrong = "is a lazy parameter, which has no shape yet. Run the model once first"
-        elif param.device != self._transport.device:
-            wrong = f"must be on {self._transport.device}, got {param.device}"
-        elif param.dtype not in _DTYPES:
-            wrong = f"must be Float, Half or BFloat16, got {param.dtype}"
-        elif param.is_inference():
-            wrong = "is an inference tensor. Create it outside torch.inference_mode()"
-        elif not is_dense(local_tensor(param)):
-            wrong = "must be dense in memory, got a view with gaps or overlaps"
-        if wrong is not None:
-            raise RuntimeError(f"{self._name}: offload_states: param of {place} {wrong}.")
+    def _check_memory(self, new: list[PlacedParam], buffer_size: int) -> None:
+        """Refuses to offload if the host has too little memory for parameters and states."""
+        available, params, states = available_host_memory(), 0, 0
+        for placed in new:
+            params += _aligned_bytes(placed.param)
+            local = torch.empty_like(placed.local, device="meta")
+            formats = placed.formats[: placed.spec.buffer_count]
+            states += sum(each.empty(key, local).nbytes for each in formats for key in each.keys)
+            if is_16_bit(local.dtype):
+                states += local.numel() * MASTER_BYTES[placed.spec.master_weights]
+        needed = params + states + 2 * (buffer_size - len(self._buffers[0]))
+        if available is not None and needed > available:
+            raise RuntimeError(
+                f"offload_states: the host needs {needed / 2**30:.1f} GiB for states, copies of "
+                f"parameters and gradients, but only {available / 2**30:.1f} GiB are available. "
+                "Choose smaller states with master_weights and state_dtype, or a machine with more "
+                "memory."
+            )
 
     def _check_can_step(self, optimizer: FusedOptimizer) -> None:
         if any(group.get("write_back_grads") for group in optimizer.param_groups):
@@ -627,66 +544,40 @@ class OffloadedStates:
                 "graph, because the CPU takes it. Call offload.remove() before the capture."
             )
 
-    def _check_memory(self, optimizer: FusedOptimizer) -> None:
-        """Refuses to offload if the host has too little memory for parameters and states."""
-        available = available_host_memory()
-        if available is None:
-            return
-        states, sizes = 0, []
-        for group_index, group in enumerate(optimizer.param_groups):
-            spec = optimizer.state_spec_of(group)
-            for index, param in enumerate(group["params"]):
-                if not _needs_copy(optimizer, param):
-                    continue
-                self._check_param(param, f"group {group_index}, param {index}")
-                sizes.append(aligned_bytes(local_tensor(param)))
-                states += _state_bytes(optimizer, spec, local_tensor(param))
-        params, buffers = sum(sizes), BUFFERS * self._buffer_bytes(sizes)
-        needed = params + states + buffers
-        if needed > available:
-            raise RuntimeError(
-                f"offload_states: the host needs {_gib(needed)} GiB ({_gib(states)} for states, "
-                f"{_gib(params)} for copies of parameters, {_gib(buffers)} for gradients), but "
-                f"only {_gib(available)} GiB are available. Choose smaller states with "
-                "master_weights and state_dtype, or a machine with more memory."
-            )
+
+def _pool_with(threads: int | None) -> concurrent.futures.ThreadPoolExecutor:
+    """Starts a thread whose steps take a number of OpenMP threads."""
+    before = torch.get_num_threads()
+
+    def set_threads() -> None:
+        # In a new thread, torch and our engine set the number when they first run, to the one that
+        # any thread has set last. So both run before it is set.
+        torch.get_num_threads()
+        ops.count_nonfinite([torch.zeros(1)])
+        torch.set_num_threads(before if threads is None else threads)
+
+    pool = concurrent.futures.ThreadPoolExecutor(1, "amp_ext offload", set_threads)
+    pool.submit(int).result()
+    torch.set_num_threads(before)  # for threads that start later; ours keeps its number
+    return pool
 
 
-def _inner_of(optimizer: FusedOptimizer) -> FusedOptimizer:
-    """Returns an optimizer of the same class without parameters."""
-    kind = type(optimizer)
-    inner: FusedOptimizer = kind.__new__(kind)
-    FusedOptimizer.__setstate__(
-        inner,
-        {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": []},
-    )
-    return inner
+def _step_with(grads: Grads, step: Step) -> None:
+    """Steps host copies with gradients in host memory."""
+    try:
+        for host, grad in grads:
+            host.tensor.grad = host.sharded(grad)
+        step([host.tensor for host, _ in grads])
+    finally:
+        for host, _ in grads:
+            host.tensor.grad = None
 
 
 def _on_host(scalar: Any) -> Any:
-    """Returns a copy of a small tensor in host memory, after the work of the device; or None."""
-    return None if scalar is None else scalar.detach().to("cpu", copy=True)
+    """Returns a copy of a tensor in host memory, after the work of the device; or a number."""
+    return scalar.detach().to("cpu", copy=True) if isinstance(scalar, Tensor) else scalar
 
 
-def _version_counter_of(param: Tensor) -> int:
-    return int(ops.binary.version_counter_of(local_tensor(param)))
-
-
-def _needs_copy(optimizer: FusedOptimizer, param: Tensor) -> bool:
-    """Returns False for a frozen parameter, which no step reads."""
-    return param.requires_grad or param.grad is not None or param in optimizer.state
-
-
-def _state_bytes(optimizer: FusedOptimizer, spec: StateSpec, param: Tensor) -> int:
-    """Returns the bytes of a parameter's state, without its step counter."""
-    numel, has_blocks = param.numel(), fits_blocks(param)
-    dtype = _MOMENT_DTYPES.get(spec.state_dtype, spec.state_dtype) or param.dtype
-    buffers = optimizer.description.buffers[: len(spec.names)]
-    size = sum(bytes_of_moment(numel, dtype, each.code, has_blocks) for each in buffers)
-    return (
-        size if param.dtype == torch.float32 else size + numel * MASTER_BYTES[spec.master_weights]
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f}"
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of this rank's shard, rounded up so that the next one is aligned."""
+    return -(-local_tensor(tensor).nbytes // 64) * 64

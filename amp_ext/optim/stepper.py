@@ -254,7 +254,11 @@ class Stepper:
         return found, local.sharded_over
 
     def scan_all(
-        self, optimizer: FusedOptimizer, found_inf: Tensor | None, grad_scale: Tensor | None
+        self,
+        optimizer: FusedOptimizer,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
+        sums_squares: bool = False,
     ) -> ScanResult:
         """Scans all gradients, and combines the result over the ranks of shards and of a guard.
 
@@ -262,15 +266,16 @@ class Stepper:
             optimizer: The optimizer.
             found_inf: The flag before the scan; None stands for 0.
             grad_scale: The scale that the gradients carry, or None.
+            sums_squares: Returns the sum of squares even if there is no guard.
         """
-        has_guard = self.norm_guard is not None
-        inputs = None, found_inf, grad_scale, has_guard
+        sums_squares |= self.norm_guard is not None
+        inputs = None, found_inf, grad_scale, sums_squares
         found, sharded_over = self.compiled.scan(optimizer.param_groups, *inputs), None
         if found is None:
             found, sharded_over = self.scan_slowly(optimizer, *inputs)
         flags = {flag.device: flag for flag, *_ in found}
         first_nonfinites = {flag.device: first for flag, first, *_ in found}
-        if not sharded_over and not has_guard:
+        if not sharded_over and not sums_squares:
             return ScanResult(flags, first_nonfinites)
         group = self.ranks_of_guard()
         if sharded_over and group is not None:
@@ -286,7 +291,7 @@ class Stepper:
                 totals = [torch.zeros((), dtype=torch.float64, device=device)]
             sum_of_squares = functools.reduce(torch.add, totals) if totals else None
         else:
-            sums_squares = has_guard or optimizer.param_groups[0]["max_grad_norm"] is not None
+            sums_squares |= optimizer.param_groups[0]["max_grad_norm"] is not None
             flags, sum_of_squares = sharded_over.all_reduce(
                 torch.zeros((), device=device) if found_inf is None else found_inf,
                 [flag for flag, *_ in found],

@@ -884,11 +884,11 @@ bool Stepper::gradients_were_written(const py::object& param_groups,
 }
 
 void Stepper::check_grads(const py::object& param_groups, bool is_of_scaler,
-                          const std::vector<Shard>& shards) {
+                          const std::vector<Shard>& shards, const py::object& params) {
   const Claim claim(*this, "step");
   shards_ = &shards;
   if (!read_groups(param_groups)) return;
-  place_params(py::none());
+  place_params(params);
   if (collect_grads() && !is_of_scaler && !scaled_.empty()) check_carries_no_scale();
 }
 
@@ -933,7 +933,7 @@ void define_stepper(py::module_& module) {
       .def("gradients_were_written", &Stepper::gradients_were_written, py::arg("param_groups"),
            py::arg("shards") = Shards())
       .def("check_grads", &Stepper::check_grads, py::arg("param_groups"), py::arg("is_of_scaler"),
-           py::arg("shards") = Shards())
+           py::arg("shards") = Shards(), py::arg("params") = py::none())
       .def("mark_scaled", &Stepper::mark_scaled, py::arg("param_groups"),
            py::arg("shards") = Shards())
       .def("forget_scan", &Stepper::forget_scan)

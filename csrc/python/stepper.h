@@ -126,7 +126,7 @@ class Stepper {
   // Checks gradients that another optimizer steps copies of, as step() does, and remembers that
   // they still carry the loss scale.
   void check_grads(const py::object& param_groups, bool is_of_scaler,
-                   const std::vector<Shard>& shards);
+                   const std::vector<Shard>& shards, const py::object& params);
   void mark_scaled(const py::object& param_groups, const std::vector<Shard>& shards);
 
   void forget_scan();

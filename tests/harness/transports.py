@@ -9,15 +9,9 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-
-
-class Event:
-    """Set by the thread once all copies before it have ended."""
-
-    def __init__(self) -> None:
-        self.is_passed = threading.Event()
 
 
 class Queue:
@@ -26,13 +20,11 @@ class Queue:
     def __init__(self, seed: int, delay: float) -> None:
         self.work: collections.deque[Any] = collections.deque()
         self.has_work = threading.Condition()
-        self.is_closed = False
         self.random, self.delay = random.Random(seed), delay
-        self.copies = 0
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self.run, daemon=True).start()
 
     def put(self, item: Any) -> None:
+        """Takes a copy, an event that is set after all copies before it, or None at the end."""
         with self.has_work:
             self.work.append(item)
             self.has_work.notify()
@@ -40,11 +32,9 @@ class Queue:
     def run(self) -> None:
         while True:
             with self.has_work:
-                self.has_work.wait_for(lambda: self.is_closed or self.has_event())
-                if not self.has_event():
-                    return
+                self.has_work.wait_for(lambda: any(type(each) is not tuple for each in self.work))
             copies = []
-            while not isinstance(item := self.work.popleft(), Event):
+            while isinstance(item := self.work.popleft(), tuple):
                 copies.append(item)
             self.random.shuffle(copies)
             for target, source in copies:
@@ -52,10 +42,9 @@ class Queue:
                     time.sleep(self.random.random() * self.delay)
                 # Both are dense. ThreadSanitizer watches this call, unlike a copy of torch.
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-            item.is_passed.set()
-
-    def has_event(self) -> bool:
-        return any(isinstance(item, Event) for item in list(self.work))
+            if item is None:
+                return
+            item.set()
 
 
 class DelayedTransport:
@@ -69,61 +58,38 @@ class DelayedTransport:
         self.down, self.up = Queue(seed, delay), Queue(seed + 1, delay)
         self.allocated = 0
         self.calls: list[str] = []
-        self.joined: Event | None = None  # the last event that the caller's stream waits for
         self.is_open = True
 
     def allocate(self, size: int) -> Tensor:
         self.allocated += size
         return torch.full((size,), 255, dtype=torch.uint8)  # NaN in all dtypes
 
-    def begin(self) -> None:
-        self.calls.append("begin")
+    def copy_down(self, copies: Any) -> Any:
+        return self._copy(self.down, "down", copies)
 
-    def copy_down(self, host: Tensor, source: Tensor) -> None:
-        self._copy(self.down, host, source)
+    def copy_up(self, copies: Any) -> None:
+        self._copy(self.up, "up", copies)
 
-    def copy_up(self, target: Tensor, host: Tensor) -> None:
-        self._copy(self.up, target, host)
-
-    def _copy(self, queue: Queue, target: Tensor, source: Tensor) -> None:
+    def _copy(self, queue: Queue, name: str, copies: Any) -> Any:
         assert self.is_open
-        assert (target.dtype, target.shape) == (source.dtype, source.shape)
-        assert target.numel() == 0 or target.stride() == source.stride()
-        assert target.numel() == 0 or target.data_ptr() != source.data_ptr()
-        self.calls.append("down" if queue is self.down else "up")
-        queue.copies += 1
-        queue.put((target.data, source.data))
-
-    def record_down(self) -> Event:
-        return self._record(self.down)
-
-    def record_up(self) -> Event:
-        return self._record(self.up)
-
-    def _record(self, queue: Queue) -> Event:
-        event = Event()
+        for target, source in copies:
+            assert (target.dtype, target.shape) == (source.dtype, source.shape)
+            assert target.numel() == 0 or target.stride() == source.stride()
+            assert target.numel() == 0 or target.data_ptr() != source.data_ptr()
+            self.calls.append(name)
+            queue.put((target.data, source.data))
+        event = threading.Event()
         queue.put(event)
-        return event
+        return lambda: event.wait(60) or pytest.fail("a copy has not ended")
 
-    def wait(self, event: Event) -> None:
-        self._pass(event)
-
-    def join(self, event: Event) -> None:
-        # A stream would wait here. Copies that were started later would not be waited for.
-        assert not self.up.work or self.up.work[-1] is event
-        self._pass(event)
-
-    def _pass(self, event: Event) -> None:
-        assert event.is_passed.wait(timeout=60)
+    def join(self) -> None:
+        self._copy(self.up, "", ())()
 
     def close(self) -> None:
-        assert not self.down.work
-        assert not self.up.work
         self.is_open = False
         for queue in (self.down, self.up):
-            with queue.has_work:
-                queue.is_closed = True
-                queue.has_work.notify()
+            assert not queue.work
+            queue.put(None)
 
 
 class ImmediateTransport:
@@ -134,17 +100,14 @@ class ImmediateTransport:
     def allocate(self, size: int) -> Tensor:
         return torch.full((size,), 255, dtype=torch.uint8)  # NaN in all dtypes
 
-    def copy_down(self, host: Tensor, source: Tensor) -> None:
-        host.data.copy_(source.data)
+    def copy_down(self, copies: Any) -> Any:
+        for target, source in copies:
+            target.data.copy_(source.data)
+        return self.join
 
     copy_up = copy_down
 
-    def begin(self) -> None:
+    def join(self) -> None:
         pass
 
-    record_down = record_up = close = begin
-
-    def wait(self, event: None) -> None:
-        pass
-
-    join = wait
+    close = join
