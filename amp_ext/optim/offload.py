@@ -533,6 +533,7 @@ class OffloadedStates:
             )
 
     def _check_can_step(self, optimizer: FusedOptimizer) -> None:
+        optimizer.check_weights_are_in(f"{self._name}.step")
         if any(group.get("write_back_grads") for group in optimizer.param_groups):
             raise RuntimeError(
                 f"{self._name}.step: write_back_grads must be False while states are offloaded, "

@@ -627,6 +627,8 @@ def test_averages_are_those_without_offload(
     for average, optimizer in zip(averages, optimizers, strict=True):
         with average.swap():
             assert same_bits(params_of(optimizer)[0], averages[1].averages[0].to(dtype))
+            with pytest.raises(RuntimeError, match="the parameters hold their averages"):
+                optimizer.step()
     assert_alike(2)
     optimizers[0].offload.remove()
     assert_alike(2)
