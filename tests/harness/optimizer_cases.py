@@ -115,6 +115,22 @@ AS_TORCH: dict[str, Any] = {"master_weights": False, "state_dtype": None}
 
 SHAPES = [(16385,), (3, 5), (), (0,), (7,)]
 
+# Shapes and forms of states for tests of where states are kept: each number format, and blocks of
+# it that are whole, broken and empty.
+FORM_SHAPES = [(130, 32), (127, 33), (5, 7), (), (0, 32), (4096,)]
+
+STORED_FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (F32, {}),
+    "fp32-bf16": (F32, {"state_dtype": BF16, "rounding": "dither"}),
+    "bf16": (BF16, {}),
+    "fp16": (F16, {}),
+    "bf16-split-bf16": (BF16, {"master_weights": "split", "state_dtype": BF16}),
+    "fp16-split": (F16, {"master_weights": "split"}),
+    "bf16-split8-8bit": (BF16, {"master_weights": "split8", "state_dtype": "8bit"}),
+    "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": None}),
+    "fp32-8bit-bf16": (F32, {"state_dtype": "8bit-bf16"}),
+}
+
 COPIES = pytest.mark.parametrize(
     "copied",
     [

@@ -15,12 +15,18 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32, F64
-from harness.optimizer_cases import assert_same_bits, bits_of, make_params, ours, twins
+from harness.optimizer_cases import (
+    FORM_SHAPES,
+    STORED_FORMS,
+    assert_same_bits,
+    bits_of,
+    make_params,
+    ours,
+    twins,
+)
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.transports import DelayedTransport
-from test_offload import FORMS as OFFLOADED
-from test_offload import SHAPES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,8 +35,8 @@ from amp_ext.optim import AdamW, NormGuard, release_gradients
 from amp_ext.optim.offload import OffloadedStates
 
 FORMS = {
-    **{name: OFFLOADED[name] for name in ("fp32", "bf16", "fp16", "fp16-split")},
-    **{name: OFFLOADED[name] for name in ("bf16-split8-8bit", "fp32-8bit-bf16")},
+    **{name: STORED_FORMS[name] for name in ("fp32", "bf16", "fp16", "fp16-split")},
+    **{name: STORED_FORMS[name] for name in ("bf16-split8-8bit", "fp32-8bit-bf16")},
     "fp64": (F64, {}),
     "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": BF16}),
 }
@@ -118,7 +124,7 @@ def assert_trains_alike(
     steps: int,
     micro_batches: int = 1,
 ) -> None:
-    plain = ours(name)(make_params(dtype, shapes=SHAPES), **options)
+    plain = ours(name)(make_params(dtype, shapes=FORM_SHAPES), **options)
     released = ours(name)(twins(plain), **options)
     scalers = [cpu_scaler(growth_interval=7) if scaled else None for _ in range(2)]
     train(plain, scalers[0], None, micro_batches, steps)
