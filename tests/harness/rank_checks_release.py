@@ -76,6 +76,10 @@ def _train(
                 model[0].weight.mul_(0.5)
         if step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
+            for is_full in (False, True):
+                kind = of_torch.StateDictOptions(full_state_dict=is_full)
+                file = of_torch.get_optimizer_state_dict(model, optimizer, options=kind)
+                of_torch.set_optimizer_state_dict(model, optimizer, file, options=kind)
     found = [tensor for state in bits_of(optimizer) for _, tensor in sorted(state.items())]
     if is_offloaded:
         optimizer.offload.remove()
@@ -117,62 +121,3 @@ def replicas_and_scaled_shards_are_refused(rank: int) -> None:
     scaler = amp_ext.GradScaler("cpu", process_group=dist.group.WORLD)
     with pytest.raises(RuntimeError, match="a scaler that has a process_group"):
         release_gradients(AdamW(_network().parameters()), scaler, replicated=False)
-
-
-def sharded_states_are_offloaded_with_the_same_bits(rank: int) -> None:
-    for row in EACH_CLASS:
-        name, options = row.values
-        for dtype, kept in (
-            (torch.float32, {"max_grad_norm": 0.1}),
-            (torch.bfloat16, {}),
-            (torch.bfloat16, {"master_weights": "split8", "state_dtype": "8bit"}),
-        ):
-            _compare_offloaded(rank, name, options | kept, dtype, is_released=False)
-            if "max_grad_norm" not in kept:
-                _compare_offloaded(rank, name, options | kept, dtype, is_released=True)
-
-
-def _compare_offloaded(
-    rank: int, name: str, options: dict[str, Any], dtype: torch.dtype, is_released: bool
-) -> None:
-    results, averages = [], []
-    for is_offloaded in (False, True):
-        model = _sharded(dtype)
-        optimizer = ours(name)(model.parameters(), **options)
-        average = WeightAverage(optimizer, decay=0.5)
-        if is_offloaded:
-            offload_states(optimizer, transport=DelayedTransport())
-        if is_released:
-            release_gradients(optimizer)
-        scaler = amp_ext.GradScaler("cpu", 64.0, enabled=dtype is torch.float32)
-        for step in range(5):
-            torch.manual_seed(10 * step + rank)
-            x = torch.randn(4, 8, dtype=dtype)
-            if rank == 1 and step == 3 and scaler.is_enabled():
-                x[0, 0] = float("inf")
-            scaler.scale(model(x).float().square().mean()).backward()
-            assert all((p.grad is None) is is_released for p in model.parameters())
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.is_enabled():
-                with pytest.raises(RuntimeError, match="still carries the loss scale"):
-                    optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                with torch.no_grad():
-                    model[0].weight.mul_(0.5)
-            if step == 2:
-                optimizer.load_state_dict(optimizer.state_dict())
-                for is_full in (False, True):
-                    kind = of_torch.StateDictOptions(full_state_dict=is_full)
-                    file = of_torch.get_optimizer_state_dict(model, optimizer, options=kind)
-                    of_torch.set_optimizer_state_dict(model, optimizer, file, options=kind)
-        results.append(_local_bits(optimizer))
-        averages.append([local_tensor(each) for each in average.averages])
-        if is_offloaded:
-            optimizer.offload.remove()
-    for left, right in zip(*results, strict=True):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert same_bits(left[key], right[key]), (name, dtype, key)
-    assert all(map(same_bits, *averages))
