@@ -296,7 +296,10 @@ def make_table(training: Training) -> str:
     rows = [
         ["what", "measured"],
         ["validation loss, nats", f"{first:.2f} → {last:.2f}"],
-        ["loss scale", f"2^{math.log2(curves.scales[0])} → 2^{math.log2(curves.scales[-1])}"],
+        [
+            "loss scale",
+            " → ".join(f"2^{math.log2(s):g}" for s in (curves.scales[0], curves.scales[-1])),
+        ],
         ["skipped steps", f"{sum(curves.skipped)} of {len(curves.skipped)}"],
         ["last gradient to overflow", f"{training.scaler.stats(wait=True).last_nonfinite}"],
     ]
