@@ -28,7 +28,7 @@ class Shard:  # what a step needs to know of a parameter that may be a DTensor
         grad_version: int,
     ) -> None: ...
 
-class Stepper:  # the compiled half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
+class CompiledStepper:  # the compiled half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
     step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
     tracks_step_applied: bool
@@ -93,4 +93,5 @@ def scan_grads(
 def version_counter_of(tensor: Tensor) -> int: ...
 
 # Stands for the descriptions of optimizers and all functions, whose signatures amp_ext.ops has.
+# Only update_scale_ takes more arguments here, see csrc/python/scaler.cpp.
 def __getattr__(name: str) -> Any: ...

@@ -75,10 +75,10 @@ from amp_ext.plain_numbers import timestep_of
 if TYPE_CHECKING:
     from amp_ext import _C as _C
 
-    binary = _C  # returned by __getattr__, like the classes below
+    compiled = _C  # returned by __getattr__, like the classes below
     BufferDescription = _C.BufferDescription
     Shard = _C.Shard
-    Stepper = _C.Stepper
+    CompiledStepper = _C.CompiledStepper
 
 __all__ = [
     "OptimizerType",
@@ -113,9 +113,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def __getattr__(name: str) -> Any:
     """Returns other objects of the compiled module, for the scaler and the optimizers.
 
-    ``ops.binary`` is the compiled module itself, for the files of operations imported below.
+    ``ops.compiled`` is the compiled module itself, for the files of operations imported below.
     """
-    if name == "binary":
+    if name == "compiled":
         return _C
     if not name.startswith("_") and hasattr(_C, name):
         return getattr(_C, name)

@@ -79,7 +79,7 @@ tests() {
     esac
   done
   [ ${#paths[@]} -gt 0 ] ||
-    paths=("$root"/tests/{operations,optimizers,scaler,state_machine})
+    paths=("$root"/tests/{kernels,ops,optim,scaler,state_machine})
   pytest "${options[@]}" "${paths[@]}"
 }
 if [ $# -gt 0 ]; then

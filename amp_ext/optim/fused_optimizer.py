@@ -55,7 +55,7 @@ _REFUSALS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Steps all parameters of all groups in one fused launch.
+    """Steps the parameters of all groups in one launch for each device.
 
     A subclass declares the options in the signature of its constructor, and names its formula in
     ``_hyperparameters_class``. float16 and bfloat16 parameters have a float32 master in their
@@ -67,7 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     ``found_inf`` for one step. The kernel unscales the gradients, and changes no parameter or state
     if ``found_inf`` is not 0; the host does not wait for the flag of a GPU.
 
-    A step notices every state tensor that was written in place or replaced, and continues from the
+    A step reads state tensors that were written in place or replaced, and continues from the
     new values. A master element that does not round to its parameter is replaced by the parameter.
 
     All optimizers have these options, and the groups of an optimizer may differ in them:
@@ -197,8 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: If an option has the wrong type.
             ValueError: If a parameter is listed twice, or an option can't be used.
-            RuntimeError: If ``differentiable`` is true. After any error or interrupt, the group has
-                not been added.
+            RuntimeError: If ``differentiable`` is true. After an error, the group has not been added.
         """
         count = len(self.param_groups)
         try:
@@ -209,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             spec = self.state_spec_of(group)
             for param in group["params"]:
                 check_flattened(spec, param)
-        except BaseException:  # also an interrupt, after which a notebook goes on
+        except Exception:
             del self.param_groups[count:]
             raise
 
@@ -309,7 +308,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Needed only after a write that does not change the tensor's version counter: through
         ``.data``, by a step of torch's optimizers with ``fused=True``, or by
-        ``torch._foreach_lerp_`` on a GPU. The next step notices other writes by itself. Masters
+        ``torch._foreach_lerp_`` on a GPU. The next step reads other writes by itself. Masters
         that round to their parameter keep their extra bits. Split masters need no update, because
         they contain the parameter.
 

@@ -1,4 +1,8 @@
-"""The step and the scan of an optimizer, which read groups, states and gradients when called."""
+"""What an optimizer keeps for its steps, and the steps that Python must prepare.
+
+Usual steps go straight to ``compiled``, the other half of :class:`Stepper`. Scans of all gradients
+start here, because the ranks of sharded parameters share what they found.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +132,7 @@ class Stepper:
             hyperparameters: The name of its formula in the compiled module.
         """
         self.name = optimizer
-        self.compiled: ops.Stepper = ops.Stepper(optimizer, hyperparameters)
+        self.compiled: ops.CompiledStepper = ops.CompiledStepper(optimizer, hyperparameters)
         #: The scan for the next step of a scaler.
         self.last_scan: ScanResult | None = None
         #: The guard of the optimizer, and earlier ones, which captured CUDA graphs still use.
@@ -156,6 +160,8 @@ class Stepper:
         is_of_scaler: bool,
     ) -> int:
         """Steps parameters where Python must first check options, or complete or localize states.
+
+        The first step of each optimizer is such a step, because it has no states yet.
 
         Args:
             optimizer: The optimizer.

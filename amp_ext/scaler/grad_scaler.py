@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext.amp_protocol import NO_CLOSURE, ScanResult, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.ops import binary
+from amp_ext.ops import compiled
 from amp_ext.params import name_of_param, params_of
 from amp_ext.plain_numbers import numbers_on_host
 from amp_ext.scaler.stats import ScalerStats
@@ -269,7 +269,7 @@ class GradScaler(torch.amp.GradScaler):
         if getattr(self._unscale_grads_, "__func__", None) is not _UNSCALE_GRADS:
             flags = super()._check_inf_per_device(optimizer)  # by a subclass or a patch
         elif not hasattr(optimizer, "scan_gradients"):
-            flags = self._scan(optimizer, scale.new_zeros(()), None, allow_fp16=True)
+            flags = self._scan_with_operator(optimizer, scale.new_zeros(()), None, allow_fp16=True)
         else:
             if optimizer.gradient_release is not None:
                 optimizer.gradient_release.check_scaler(self, "step")
@@ -287,16 +287,19 @@ class GradScaler(torch.amp.GradScaler):
         release = getattr(optimizer, "gradient_release", None)
         if release is not None:
             release.check_scaler(self, "unscale_")
-        return self._scan(optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16)
+        return self._scan_with_operator(optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16)
 
     @outside_inference_mode()
-    def _scan(
+    def _scan_with_operator(
         self, optimizer: Any, found_inf: Tensor, inv_scale: Tensor | None, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Scans gradients for inf and NaN, and multiplies them by ``inv_scale`` if it is given."""
+        """Scans gradients that a step of ours does not scan: for ``unscale_``, and of others.
+
+        Multiplies them by ``inv_scale`` if it is given.
+        """
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         inputs = found_inf, self._scale, inv_scale, allow_fp16
-        found = binary.scan_grads(params_of(optimizer), grads, *inputs)
+        found = compiled.scan_grads(params_of(optimizer), grads, *inputs)
         if found is None:  # torch's code takes gradients that our kernels can't read
             unscale = torch.ones_like(found_inf) if inv_scale is None else inv_scale
             return _TORCH._unscale_grads_(self, optimizer, unscale, found_inf, allow_fp16)
@@ -367,7 +370,7 @@ class GradScaler(torch.amp.GradScaler):
         if not found_infs or not is_ours:
             return
         tensors = tracker, found_infs, self._hysteresis_tracker, scanned, self._counts, self._seen
-        skips_in_a_row = binary.update_scale_(scale, *tensors, **rules)
+        skips_in_a_row = compiled.update_scale_(scale, *tensors, **rules)
         if skips_in_a_row >= self._warn_after and not self._has_warned:
             stats = self.stats()
             update_of_name = self._seen[8]  # type: ignore[index]  # ScaleCounts::nonfinite_update

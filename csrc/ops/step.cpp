@@ -44,7 +44,7 @@ bool is_split(Master master) {
 
 // Number of kinds of parameters that a step compares others with, such as matrices in bfloat16 and
 // norms in float32, each in a few groups.
-constexpr size_t kMaxUsual = 8;
+constexpr size_t kMaxExamples = 8;
 
 bool are_same(c10::IntArrayRef a, c10::IntArrayRef b) {
   bool same = a.size() == b.size();
@@ -202,7 +202,7 @@ void StepBatch::clear() {
 void Step::clear() {
   for (size_t i = 0; i < in_use_; ++i) batches_[i].clear();
   in_use_ = 0;
-  usual_.clear();
+  examples_.clear();
 }
 
 std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const {
@@ -373,11 +373,11 @@ void Step::check_buffers(const ParamTensors& tensors, const StepGroups& groups,
         "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
 }
 
-bool Step::add_usual(const ParamTensors& tensors) {
-  const auto found = std::find_if(usual_.begin(), usual_.end(), [&](const Usual& one) {
+bool Step::add_like_example(const ParamTensors& tensors) {
+  const auto found = std::find_if(examples_.begin(), examples_.end(), [&](const Example& one) {
     return one.kinds == tensors.kinds && one.group == tensors.group;
   });
-  if (found == usual_.end()) return false;
+  if (found == examples_.end()) return false;
   const at::Tensor& param = tensors[kParam];
   const c10::IntArrayRef sizes = param.sizes();
   std::array<void*, kTensorParts> elements{};
@@ -422,7 +422,7 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   const at::Tensor& param = tensors[kParam];
   const StepGroups::Group& group = groups.groups[tensors.group];
   const bool writes_grad = group.hyperparameters->write_back_grads;
-  if (add_usual(tensors)) return;
+  if (add_like_example(tensors)) return;
   const Master master = master_in(tensors);
   check_tensors(tensors, groups, master);
   const auto kernel = groups.kernels[tensors.buffer_count];
@@ -500,15 +500,15 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
               " must be given to dither, got None");
   batch.written_ends.push_back(batch.written.size());
   const bool has_copies = !batch.copies.empty() && batch.copies.back().of_args == number;
-  if (!has_codes && !has_copies && !param.is_inference() && usual_.size() < kMaxUsual) {
-    Usual usual{tensors.kinds, tensors.group, param.key_set(), args, &batch - batches_.data(),
-                writes_grad};
+  if (!has_codes && !has_copies && !param.is_inference() && examples_.size() < kMaxExamples) {
+    Example example{tensors.kinds, tensors.group, param.key_set(), args, &batch - batches_.data(),
+                    writes_grad};
     for (int part = 0; part < kTensorParts; ++part) {
       if (tensors.tensors[part] == nullptr) continue;
-      usual.parts[usual.count++] = static_cast<int8_t>(part);
-      usual.itemsizes[part] = static_cast<int64_t>(tensors[part].element_size());
+      example.parts[example.count++] = static_cast<int8_t>(part);
+      example.itemsizes[part] = static_cast<int64_t>(tensors[part].element_size());
     }
-    usual_.push_back(usual);
+    examples_.push_back(example);
   }
 }
 
@@ -600,52 +600,6 @@ void Step::run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratc
   if (applied.defined() && !applied.is_same(*inputs.step_applied)) {
     inputs.step_applied->copy_(applied, /*non_blocking=*/true);
   }
-}
-
-void GradScan::add(const at::Tensor& grad, int64_t number, int64_t partition) {
-  const at::Device device = grad.device();
-  const auto is_of = [&](const Part& part) {
-    return part.device == device && part.partition == partition;
-  };
-  auto part = std::find_if(parts_.begin(), parts_.end(), is_of);
-  if (part == parts_.end()) part = parts_.insert(part, Part{device, partition});
-  const bool is_dense = grad.is_non_overlapping_and_dense();
-  if (!is_dense) part->copies.push_back(grad.contiguous());
-  const at::Tensor& dense = is_dense ? grad : part->copies.back();
-  part->all_args.push_back(gradient_args(dense, const_cast<void*>(dense.const_data_ptr()), number));
-}
-
-void GradScan::run(const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                   bool sums_squares, bool skip_nonfinite, StepScratch& scratch) {
-  const at::NoGradGuard no_grad;
-  for (Part& part : parts_) {
-    const auto float32 = at::TensorOptions(part.device).dtype(at::kFloat);
-    part.found_inf = found_inf.has_value()
-                         ? found_inf->to(part.device, at::kFloat,
-                                         /*non_blocking=*/!part.device.is_cpu(), /*copy=*/true)
-                         : at::zeros({}, float32);
-    if (sums_squares) part.sum_of_squares = at::zeros({}, float32.dtype(at::kDouble));
-  }
-  for (Part& part : parts_) {
-    const at::Tensor scale =
-        grad_scale.has_value() ? scalar_on(part.device, *grad_scale) : at::Tensor();
-    int64_t* const first_nonfinite =
-        part.first_nonfinite.defined() ? part.first_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
-    const GradScanLaunch launch{part.all_args.data(), static_cast<int64_t>(part.all_args.size()),
-                                float_data(scale),    part.found_inf.mutable_data_ptr<float>(),
-                                first_nonfinite,      double_data(part.sum_of_squares),
-                                skip_nonfinite};
-    engine_of(part.device).scan(part.device, launch, scratch);
-  }
-}
-
-at::Tensor GradScan::sum_of_squares() const {
-  at::Tensor total;
-  for (const Part& part : parts_) {
-    total = total.defined() ? total.add(to_device(part.sum_of_squares, total.device()))
-                            : part.sum_of_squares;
-  }
-  return total;
 }
 
 }  // namespace amp_ext

@@ -156,7 +156,7 @@ class AMP_EXT_API Step {
   void check_buffers(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
   // Adds a parameter that differs from an earlier one only in its sizes and memory. Returns false
   // if there is none like it, or if a tensor is not contiguous.
-  bool add_usual(const ParamTensors& tensors);
+  bool add_like_example(const ParamTensors& tensors);
   StepBatch& batch_of(const at::Device& device, OptimizerKernel kernel);
 
   std::string operation_;
@@ -164,8 +164,8 @@ class AMP_EXT_API Step {
   std::vector<std::string> buffer_names_;
   std::vector<StepBatch> batches_;
   size_t in_use_ = 0;  // number of batches that have parameters
-  // Parameters of this step that passed all checks, with contiguous tensors and without codes.
-  struct Usual {
+  // A parameter of this step that passed all checks, with contiguous tensors and without codes.
+  struct Example {
     std::array<uint32_t, kTensorParts> kinds;
     int64_t group;
     c10::DispatchKeySet keys;
@@ -176,39 +176,7 @@ class AMP_EXT_API Step {
     std::array<int8_t, kTensorParts> parts{};
     std::array<int64_t, kTensorParts> itemsizes{};  // bytes
   };
-  std::vector<Usual> usual_;
-};
-
-// A scan of gradients for inf and NaN, which only reads them. An object may be used for many scans.
-class AMP_EXT_API GradScan {
- public:
-  // The gradients of one device and partition, and what was found in them.
-  struct Part {
-    at::Device device;
-    int64_t partition;
-    std::vector<KernelTensorArgs> all_args = {};
-    std::vector<at::Tensor> copies = {};  // dense copies of gradients with gaps in memory
-    at::Tensor found_inf = {};            // one float32
-    at::Tensor first_nonfinite = {};  // one int64, lowered to the number of the first such gradient
-    at::Tensor sum_of_squares = {};   // one float64; undefined if it is not asked for
-  };
-
-  void clear() { parts_.clear(); }
-  // Adds a gradient that kernels can read. `number` identifies it in first_nonfinite.
-  void add(const at::Tensor& grad, int64_t number, int64_t partition = 0);
-  std::vector<Part>& parts() { return parts_; }
-
-  // Scans the gradients. found_inf becomes a copy of the given flag (0 without one), and is set to
-  // 1 if a gradient has inf or NaN or the scale has no finite inverse. With `skip_nonfinite`, sums
-  // the squares of finite elements only.
-  void run(const OptionalTensor& found_inf, const OptionalTensor& grad_scale, bool sums_squares,
-           bool skip_nonfinite, StepScratch& scratch);
-
-  // Returns the sum of squares over all parts, or an undefined tensor if there are none.
-  at::Tensor sum_of_squares() const;
-
- private:
-  std::vector<Part> parts_;
+  std::vector<Example> examples_;
 };
 
 }  // namespace amp_ext

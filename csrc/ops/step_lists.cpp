@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "ops/grad_scan.h"
 #include "ops/step.h"
 #include "tensors/tensor_memory.h"
 

@@ -259,11 +259,11 @@ std::unique_ptr<OptionReader> formula_named(const std::string& hyperparameters) 
   throw py::value_error("there are no hyperparameters of this name: " + hyperparameters);
 }
 
-class Stepper::Claim {
+class CompiledStepper::Claim {
  public:
   // With `waits`, waits until a call of another thread has ended, as hooks of released gradients
   // do.
-  Claim(Stepper& stepper, const char* operation, bool waits = false) : stepper_(stepper) {
+  Claim(CompiledStepper& stepper, const char* operation, bool waits = false) : stepper_(stepper) {
     while (stepper.is_in_use_.exchange(true)) {
       TORCH_CHECK(waits, stepper.optimizer_, ".", operation,
                   ": another thread is inside a call of this optimizer. Let one thread at a time "
@@ -280,12 +280,12 @@ class Stepper::Claim {
   Claim& operator=(const Claim&) = delete;
 
  private:
-  Stepper& stepper_;
+  CompiledStepper& stepper_;
 };
 
-class Stepper::WithoutGil {
+class CompiledStepper::WithoutGil {
  public:
-  explicit WithoutGil(Stepper& stepper) : objects_(stepper.objects_) {
+  explicit WithoutGil(CompiledStepper& stepper) : objects_(stepper.objects_) {
     for (PyObject* const each : objects_) Py_INCREF(each);
     owned_.reserve(stepper.grads_.size());
     for (const at::Tensor*& grad : stepper.grads_) {
@@ -317,12 +317,12 @@ std::vector<std::string> names_of_buffers(const OptionReader& formula) {
 
 }  // namespace
 
-Stepper::Stepper(std::string optimizer, const std::string& hyperparameters)
+CompiledStepper::CompiledStepper(std::string optimizer, const std::string& hyperparameters)
     : optimizer_(std::move(optimizer)),
       reader_(formula_named(hyperparameters)),
       step_(optimizer_, Naming::kGroups, names_of_buffers(*reader_)) {}
 
-void Stepper::clear() {
+void CompiledStepper::clear() {
   step_.clear();
   scan_.clear();
   reader_->clear();
@@ -339,18 +339,18 @@ void Stepper::clear() {
   is_on_cpu_ = true;
 }
 
-void Stepper::forget_scan() {
+void CompiledStepper::forget_scan() {
   const Claim claim(*this, "scan_gradients", /*waits=*/true);
   scanned_.clear();
   scanned_sum_.reset();
 }
 
-void Stepper::forget_masters() {
+void CompiledStepper::forget_masters() {
   const Claim claim(*this, "load_state_dict", /*waits=*/true);
   seen_.clear();
 }
 
-bool Stepper::read_groups(const py::object& param_groups) {
+bool CompiledStepper::read_groups(const py::object& param_groups) {
   if (!PyList_Check(param_groups.ptr())) return false;
   const Py_ssize_t count = PyList_GET_SIZE(param_groups.ptr());
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -372,7 +372,7 @@ bool Stepper::read_groups(const py::object& param_groups) {
   return true;
 }
 
-void Stepper::place_params(const py::object& params) {
+void CompiledStepper::place_params(const py::object& params) {
   std::vector<PyObject*> chosen;
   for (const py::handle param : params.is_none() ? py::object(py::tuple()) : params)
     chosen.push_back(param.ptr());
@@ -394,7 +394,7 @@ void Stepper::place_params(const py::object& params) {
   }
 }
 
-const at::Tensor* Stepper::grad_of(const ParamPlace& place) const {
+const at::Tensor* CompiledStepper::grad_of(const ParamPlace& place) const {
   if (!shards_->empty()) {
     const OptionalTensor& grad = shards_->at(place.number).grad;
     return grad.has_value() ? &*grad : nullptr;
@@ -403,16 +403,16 @@ const at::Tensor* Stepper::grad_of(const ParamPlace& place) const {
   return grad.defined() ? &grad : nullptr;
 }
 
-int64_t Stepper::version_of_param(const ParamPlace& place, const at::Tensor& param) const {
+int64_t CompiledStepper::version_of_param(const ParamPlace& place, const at::Tensor& param) const {
   return version_of(param) + (shards_->empty() ? 0 : shards_->at(place.number).version);
 }
 
-int64_t Stepper::version_of_grad(const ParamPlace& place, const at::Tensor& grad) const {
+int64_t CompiledStepper::version_of_grad(const ParamPlace& place, const at::Tensor& grad) const {
   return version_of(grad) + (shards_->empty() ? 0 : shards_->at(place.number).grad_version);
 }
 
 // Looks at each entry once, and expects the keys in the order of the last parameter.
-void Stepper::take_entries(Collected& one) {
+void CompiledStepper::take_entries(Collected& one) {
   PyObject *key = nullptr, *value = nullptr;
   int number = 0;
   for (Py_ssize_t position = 0; PyDict_Next(one.entries, &position, &key, &value) != 0; ++number) {
@@ -439,8 +439,8 @@ void Stepper::take_entries(Collected& one) {
   }
 }
 
-bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t count,
-                            PyObject* states, Py_ssize_t& position) {
+bool CompiledStepper::collect_block(Collected* block, const ParamPlace* places, size_t count,
+                                    PyObject* states, Py_ssize_t& position) {
   for (size_t i = 0; i < count; ++i) {
     block[i].place = &places[i];
     prefetch_begin(places[i].object);
@@ -504,7 +504,7 @@ bool Stepper::collect_block(Collected* block, const ParamPlace* places, size_t c
   return true;
 }
 
-ParamTensors Stepper::tensors_of(const Collected& one) const {
+ParamTensors CompiledStepper::tensors_of(const Collected& one) const {
   const GroupFormat& format = formats_[one.place->group];
   ParamTensors tensors;
   tensors.group = one.place->group;
@@ -526,7 +526,7 @@ ParamTensors Stepper::tensors_of(const Collected& one) const {
   return tensors;
 }
 
-bool Stepper::fits_options(const Collected& one, const ParamTensors& tensors) const {
+bool CompiledStepper::fits_options(const Collected& one, const ParamTensors& tensors) const {
   const GroupFormat& format = formats_[one.place->group];
   const at::Tensor& param = *one.param;
   const at::ScalarType dtype = param.scalar_type();
@@ -567,7 +567,7 @@ bool Stepper::fits_options(const Collected& one, const ParamTensors& tensors) co
   return true;
 }
 
-void Stepper::add(const Collected& one, ParamTensors& tensors) {
+void CompiledStepper::add(const Collected& one, ParamTensors& tensors) {
   const ParamPlace& place = *one.place;
   const at::Tensor& param = *one.param;
   for (int i = 0; i < tensors.buffer_count; ++i) {
@@ -599,7 +599,7 @@ void Stepper::add(const Collected& one, ParamTensors& tensors) {
   is_on_cpu_ &= param.is_cpu();
 }
 
-bool Stepper::collect(const py::object& state, bool trusts_states, py::list& incomplete) {
+bool CompiledStepper::collect(const py::object& state, bool trusts_states, py::list& incomplete) {
   constexpr size_t kBlock = 16;
   Collected block[kBlock];
   Py_ssize_t position = 0;
@@ -637,7 +637,7 @@ bool Stepper::collect(const py::object& state, bool trusts_states, py::list& inc
 }
 
 // Forgets gradients whose memory is gone, so that later steps without a scaler compare nothing.
-void Stepper::check_carries_no_scale() {
+void CompiledStepper::check_carries_no_scale() {
   scaled_.erase(std::remove_if(scaled_.begin(), scaled_.end(),
                                [](const SeenTensor& seen) { return seen.storage.expired(); }),
                 scaled_.end());
@@ -662,7 +662,7 @@ void Stepper::check_carries_no_scale() {
 
 // A skipped step leaves gradients scaled that it should have written back, but only the device
 // knows of it, so they count as unscaled.
-void Stepper::remember_scaled() {
+void CompiledStepper::remember_scaled() {
   scaled_.clear();
   for (size_t i = 0; i < grads_.size(); ++i) {
     const ParamPlace& place = *grad_places_[i];
@@ -674,7 +674,7 @@ void Stepper::remember_scaled() {
 
 // Runs after all launches, because parameters that are views of one tensor share its version
 // counter. A caller that passes shards increments the version of each DTensor that was stepped.
-void Stepper::remember_masters() {
+void CompiledStepper::remember_masters() {
   for (size_t i = 0; i < masters_.size(); ++i) {
     prefetch_versions(i, masters_.size(), [&](size_t at) { return masters_[at].param; });
     const MasterOfStep& one = masters_[i];
@@ -693,7 +693,7 @@ void Stepper::remember_masters() {
   }
 }
 
-std::vector<std::pair<int64_t, uint64_t>> Stepper::hashes_of_grads() const {
+std::vector<std::pair<int64_t, uint64_t>> CompiledStepper::hashes_of_grads() const {
   std::vector<std::pair<int64_t, uint64_t>> hashes;
   hashes.reserve(grads_.size());
   for (size_t i = 0; i < grads_.size(); ++i) {
@@ -712,7 +712,7 @@ std::vector<std::pair<int64_t, uint64_t>> Stepper::hashes_of_grads() const {
 //   without sums of squares   no        no          no            yes
 //   with sums of squares      no        no          no            no
 //   a gradient changed since  no        yes         yes           yes
-void Stepper::find_norm(GradientOptions& options, bool wants_norm) {
+void CompiledStepper::find_norm(GradientOptions& options, bool wants_norm) {
   const auto scanned = std::exchange(scanned_, {});
   OptionalTensor sum = std::exchange(scanned_sum_, std::nullopt);
   const bool has_changed = !scanned.empty() && scanned != hashes_of_grads();
@@ -734,9 +734,9 @@ void Stepper::find_norm(GradientOptions& options, bool wants_norm) {
   if (adds_squares) options.sum_of_squares = std::move(sum);
 }
 
-py::object Stepper::step(const py::object& state, const py::object& param_groups,
-                         const py::object& params, Inputs inputs, const std::vector<Shard>& shards,
-                         bool trusts_states) {
+py::object CompiledStepper::step(const py::object& state, const py::object& param_groups,
+                                 const py::object& params, Inputs inputs,
+                                 const std::vector<Shard>& shards, bool trusts_states) {
   const bool takes_all = params.is_none();
   const Claim claim(*this, "step", /*waits=*/!takes_all);
   shards_ = &shards;
@@ -788,7 +788,7 @@ py::object Stepper::step(const py::object& state, const py::object& param_groups
   }
 }
 
-at::Tensor& Stepper::first_nonfinite_on(const at::Device& device) {
+at::Tensor& CompiledStepper::first_nonfinite_on(const at::Device& device) {
   for (at::Tensor& first : first_nonfinites_) {
     if (first.device() == device) return first;
   }
@@ -797,7 +797,7 @@ at::Tensor& Stepper::first_nonfinite_on(const at::Device& device) {
       at::full({}, kNoTensor, at::TensorOptions(device).dtype(at::kLong)));
 }
 
-bool Stepper::collect_grads() {
+bool CompiledStepper::collect_grads() {
   for (size_t i = 0; i < places_.size(); ++i) {
     const auto tensor_at = [&](size_t ahead) -> const c10::TensorImpl* {
       if (i + ahead >= places_.size() || !is_param(places_[i + ahead].object)) return nullptr;
@@ -826,9 +826,9 @@ bool Stepper::collect_grads() {
   return true;
 }
 
-py::object Stepper::scan(const py::object& param_groups, const py::object& params,
-                         const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
-                         bool sums_squares, const std::vector<Shard>& shards) {
+py::object CompiledStepper::scan(const py::object& param_groups, const py::object& params,
+                                 const OptionalTensor& found_inf, const OptionalTensor& grad_scale,
+                                 bool sums_squares, const std::vector<Shard>& shards) {
   const bool takes_all = params.is_none();
   const Claim claim(*this, "scan_gradients", /*waits=*/!takes_all);
   shards_ = &shards;
@@ -868,8 +868,8 @@ py::object Stepper::scan(const py::object& param_groups, const py::object& param
   return found;
 }
 
-bool Stepper::gradients_were_written(const py::object& param_groups,
-                                     const std::vector<Shard>& shards) {
+bool CompiledStepper::gradients_were_written(const py::object& param_groups,
+                                             const std::vector<Shard>& shards) {
   const Claim claim(*this, "step");
   shards_ = &shards;
   if (scanned_.empty() || !read_groups(param_groups)) return false;
@@ -883,8 +883,8 @@ bool Stepper::gradients_were_written(const py::object& param_groups,
   });
 }
 
-void Stepper::check_grads(const py::object& param_groups, bool is_of_scaler,
-                          const std::vector<Shard>& shards, const py::object& params) {
+void CompiledStepper::check_grads(const py::object& param_groups, bool is_of_scaler,
+                                  const std::vector<Shard>& shards, const py::object& params) {
   const Claim claim(*this, "step");
   shards_ = &shards;
   if (!read_groups(param_groups)) return;
@@ -892,7 +892,8 @@ void Stepper::check_grads(const py::object& param_groups, bool is_of_scaler,
   if (collect_grads() && !is_of_scaler && !scaled_.empty()) check_carries_no_scale();
 }
 
-void Stepper::mark_scaled(const py::object& param_groups, const std::vector<Shard>& shards) {
+void CompiledStepper::mark_scaled(const py::object& param_groups,
+                                  const std::vector<Shard>& shards) {
   const Claim claim(*this, "step");
   shards_ = &shards;
   if (!read_groups(param_groups)) return;
@@ -910,12 +911,12 @@ void define_stepper(py::module_& module) {
            py::arg("partition"), py::arg("global_offset"), py::arg("is_dtensor"),
            py::arg("has_blocks"), py::arg("grad"), py::arg("version"), py::arg("grad_version"));
   using Shards = std::vector<Shard>;
-  py::class_<Stepper>(module, "Stepper")
+  py::class_<CompiledStepper>(module, "CompiledStepper")
       .def(py::init<std::string, const std::string&>(), py::arg("optimizer"),
            py::arg("hyperparameters"))
       .def(
           "step",
-          [](Stepper& self, const py::object& state, const py::object& param_groups,
+          [](CompiledStepper& self, const py::object& state, const py::object& param_groups,
              OptionalTensor grad_scale, OptionalTensor found_inf, OptionalTensor sum_of_squares,
              OptionalTensor max_norm, bool is_of_scaler, const py::object& params,
              const Shards& shards, bool trusts_states) {
@@ -928,20 +929,21 @@ void define_stepper(py::module_& module) {
           py::arg("sum_of_squares"), py::arg("max_norm"), py::arg("is_of_scaler"),
           py::arg("params") = py::none(), py::arg("shards") = Shards(),
           py::arg("trusts_states") = false)
-      .def("scan", &Stepper::scan, py::arg("param_groups"), py::arg("params"), py::arg("found_inf"),
-           py::arg("grad_scale"), py::arg("sums_squares"), py::arg("shards") = Shards())
-      .def("gradients_were_written", &Stepper::gradients_were_written, py::arg("param_groups"),
+      .def("scan", &CompiledStepper::scan, py::arg("param_groups"), py::arg("params"),
+           py::arg("found_inf"), py::arg("grad_scale"), py::arg("sums_squares"),
            py::arg("shards") = Shards())
-      .def("check_grads", &Stepper::check_grads, py::arg("param_groups"), py::arg("is_of_scaler"),
-           py::arg("shards") = Shards(), py::arg("params") = py::none())
-      .def("mark_scaled", &Stepper::mark_scaled, py::arg("param_groups"),
+      .def("gradients_were_written", &CompiledStepper::gradients_were_written,
+           py::arg("param_groups"), py::arg("shards") = Shards())
+      .def("check_grads", &CompiledStepper::check_grads, py::arg("param_groups"),
+           py::arg("is_of_scaler"), py::arg("shards") = Shards(), py::arg("params") = py::none())
+      .def("mark_scaled", &CompiledStepper::mark_scaled, py::arg("param_groups"),
            py::arg("shards") = Shards())
-      .def("forget_scan", &Stepper::forget_scan)
-      .def("forget_masters", &Stepper::forget_masters)
-      .def_readwrite("tracks_step_applied", &Stepper::tracks_step_applied)
-      .def_readonly("grad_norm", &Stepper::grad_norm)
-      .def_readonly("step_applied", &Stepper::step_applied)
-      .def_readwrite("progress", &Stepper::progress);
+      .def("forget_scan", &CompiledStepper::forget_scan)
+      .def("forget_masters", &CompiledStepper::forget_masters)
+      .def_readwrite("tracks_step_applied", &CompiledStepper::tracks_step_applied)
+      .def_readonly("grad_norm", &CompiledStepper::grad_norm)
+      .def_readonly("step_applied", &CompiledStepper::step_applied)
+      .def_readwrite("progress", &CompiledStepper::progress);
   // Returns how many buffers the states of a group have, and whether they count steps because the
   // formula needs the number or because values are dithered.
   module.def(

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/grad_scan.h"
 #include "ops/step.h"
 #include "python/module.h"
 #include "tensors/tensor_memory.h"
@@ -93,7 +94,7 @@ struct Shard {
 // thing that stays between steps, except for what a step can't read: to which parameters float32
 // masters were rounded, which gradients still carry the loss scale, and what the last scan has
 // found.
-class Stepper {
+class CompiledStepper {
  public:
   // What a step is asked to do.
   struct Inputs {
@@ -102,7 +103,7 @@ class Stepper {
     bool is_of_scaler = false;  // gradients may carry the scale that a scaler has used before
   };
 
-  Stepper(std::string optimizer, const std::string& hyperparameters);
+  CompiledStepper(std::string optimizer, const std::string& hyperparameters);
 
   // Updates the parameters that have a gradient: all of them, or those in `params`. Returns how
   // many there were. Or, if nothing was done, a list: the places (group, index) of the parameters
