@@ -161,23 +161,20 @@ def averages_reach_parameters_that_are_gathered_and_models_that_are_whole(rank: 
     whole_one, model, x = copy.deepcopy(alone), copy.deepcopy(alone), torch.randn(8, 5)
     fully_sharded(model[0])
     fully_sharded(model)
-    runs: list[list[float]] = []
-    averages = []
+    runs, averages = [], []
     for each in (alone, model):
         optimizer = amp_ext.optim.SGD(each.parameters(), lr=0.5)
-        average = amp_ext.optim.WeightAverage(optimizer, 0.5, model=each)
+        averages.append(amp_ext.optim.WeightAverage(optimizer, 0.5, model=each))
         losses: list[float] = []
         for _ in range(3):
             optimizer.zero_grad()
-            loss = each(x).square().mean()
-            loss.backward()
+            each(x).square().mean().backward()
             optimizer.step()
             with torch.no_grad():
-                losses += [loss.item(), each(x).square().mean().item()]  # gathered from now on
-                with average.swap():
+                losses.append(each(x).square().mean().item())  # gathered from now on
+                with averages[-1].swap():
                     losses.append(each(x).square().mean().item())
         runs.append(losses)
-        averages.append(average)
     torch.testing.assert_close(runs[1], runs[0])
     with torch.no_grad():
         model(x)
@@ -187,16 +184,15 @@ def averages_reach_parameters_that_are_gathered_and_models_that_are_whole(rank: 
     with pytest.raises(ValueError, match=r"copy_to: 0.weight of model must be .*, None, got "):
         averages[0].copy_to(model)
     assert_same_bits(model.parameters(), before)
-    sharded, unsharded = averages[1].averaged_state_dict(), averages[0].averaged_state_dict()
+    whole_file, file = (average.averaged_state_dict() for average in averages)
     for average, wrong, text in (
-        (averages[1], unsharded, r"\(\[7, 5\]\), \(Shard.*, got .*None"),
-        (averages[0], sharded, r"\(\[7, 5\]\), None, got .*Shard"),
-        (averages[1], averages[0].state_dict(), r"\(\[7, 5\]\), \(Shard.*, got .*None"),
+        (averages[1], whole_file, r"\(\[7, 5\]\), \(Shard.*, got .*None"),
+        (averages[0], file, r"\(\[7, 5\]\), None, got .*Shard"),
     ):
         text = rf"^WeightAverage.load_state_dict: averages\[0\] must be .* torch.Size{text}"
         with pytest.raises(ValueError, match=text):
             average.load_state_dict(wrong)
-    averages[1].load_state_dict(copy.deepcopy(sharded))
+    averages[1].load_state_dict(copy.deepcopy(file))
     flat = FullyShardedDataParallel(torch.nn.Linear(5, 3), device_id=torch.device("cpu"))
     average = amp_ext.optim.WeightAverage(amp_ext.optim.SGD(flat.parameters(), lr=0.5), model=flat)
     with pytest.raises(RuntimeError, match="swap: FullyShardedDataParallel has flattened"):
