@@ -201,22 +201,16 @@ def test_numbers_of_numpy_are_numbers_everywhere(name, option, value):
 def test_what_a_schedule_of_numpy_writes_is_saved_as_numbers_of_python(name, save):
     optimizer = cases.trained(ours(name)(make_params(F32)))
     group = optimizer.param_groups[0]
-    written = {
-        option: numpy.float64(value) if isinstance(value, float) else numpy.bool_(value)
-        for option, value in group.items()
-        if isinstance(value, (float, bool)) and option not in UNUSED
-    }
-    betas = numpy.linspace(0.5, 0.75, len(group.get("betas", ())))
-    written |= {option: betas for option in ("betas",) if option in group}
-    written |= {"initial_lr": numpy.float32(0.25), "max_lr": numpy.array(0.5)}
-    written |= {"schedule": {"steps": [numpy.int64(3), (numpy.float64(4),)]}}
-    group.update(written)
+    numbers = {"lr": 0.125, "weight_decay": 0.5, "initial_lr": 0.25, "maximize": True}
+    group.update({option: numpy.array(number)[()] for option, number in numbers.items()})
+    group.update(max_lr=numpy.array(0.5), schedule={"steps": [numpy.int64(3), (numpy.float64(4),)]})
+    expected = {**numbers, "max_lr": 0.5, "schedule": {"steps": [3, (4.0,)]}}
+    if "betas" in group:
+        group["betas"], expected["betas"] = numpy.array([0.5, 0.75]), (0.5, 0.75)
     (saved,) = cases.through_a_file(save(optimizer))["param_groups"]
-    expected = {"betas": tuple(betas.tolist()), "schedule": {"steps": [3, (4.0,)]}}
-    for option, value in written.items():
-        assert saved[option] == expected.get(option, value), option
-    assert group["initial_lr"] is written["initial_lr"]  # the schedule's own stays
+    assert {option: saved[option] for option in expected} == expected
     assert {type(saved[option]) for option in ("lr", "initial_lr", "max_lr")} == {float}
+    assert type(group["initial_lr"]) is numpy.float64  # the schedule's own stays
 
 
 def test_what_torch_takes_for_numbers_and_flags_is_taken():
