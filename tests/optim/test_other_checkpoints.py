@@ -176,6 +176,15 @@ def test_configured_are_the_options_that_torch_does_not_have():
     assert own.keys() - of_torch.keys() == set(CONFIGURED_OPTIONS)
 
 
+def test_options_that_torch_does_not_have_stay_as_their_group_was_configured():
+    first, second = make_params(torch.float32, shapes=SHAPES)
+    groups = [{"params": [first], "decoupled_weight_decay": True}, {"params": [second]}]
+    target = ours("SGD")(groups, momentum=0.9)
+    other = theirs("SGD")([{"params": [p]} for p in twins([first, second])], momentum=0.9)
+    target.load_state_dict(stepped(other).state_dict())
+    assert [group["decoupled_weight_decay"] for group in target.param_groups] == [True, False]
+
+
 # FusedAdam of apex and of TransformerEngine: float32 moments, one step for a group, and from the
 # latter masters as well.
 
