@@ -28,7 +28,7 @@ class Shard:  # what a step needs to know of a parameter that may be a DTensor
         grad_version: int,
     ) -> None: ...
 
-class CompiledStepper:  # the compiled half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
+class CompiledStepper:  # half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
     step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
     tracks_step_applied: bool

@@ -197,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: If an option has the wrong type.
             ValueError: If a parameter is listed twice, or an option can't be used.
-            RuntimeError: If ``differentiable`` is true. After an error, the group has not been added.
+            RuntimeError: If ``differentiable`` is true. After an error, the group is not added.
         """
         count = len(self.param_groups)
         try:

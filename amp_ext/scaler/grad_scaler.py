@@ -287,7 +287,9 @@ class GradScaler(torch.amp.GradScaler):
         release = getattr(optimizer, "gradient_release", None)
         if release is not None:
             release.check_scaler(self, "unscale_")
-        return self._scan_with_operator(optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16)
+        return self._scan_with_operator(
+            optimizer, found_inf, inv_scale, allow_fp16 or self._takes_fp16
+        )
 
     @outside_inference_mode()
     def _scan_with_operator(
