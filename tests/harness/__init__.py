@@ -26,7 +26,6 @@ Tables of test cases:
 Injected failures:
 
 * `launch_failures`: kernel launches that fail.
-* `disk`: a disk on which a save fails in the middle.
 
 The packages and programs `state_machine`, `cuda_emulator`, `checkpoint_corpus` and `gpu_cases` are
 in the parent folder.
