@@ -355,10 +355,9 @@ void FusedOptimizer<Options>::load(InputArchive& archive) {
   }
 }
 
-template class FusedOptimizer<AdamOptions>;
-template class FusedOptimizer<AdamWOptions>;
-template class FusedOptimizer<SGDOptions>;
-template class FusedOptimizer<LionOptions>;
+#define AMP_EXT_INSTANTIATE(Optimizer) template class FusedOptimizer<Optimizer##Options>;
+AMP_EXT_FOR_EACH_CLASS(AMP_EXT_INSTANTIATE)
+#undef AMP_EXT_INSTANTIATE
 
 }  // namespace optim
 

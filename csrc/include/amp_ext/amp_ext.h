@@ -244,6 +244,9 @@ using SGD = FusedOptimizer<SGDOptions>;
 // larger by the same factor.
 using Lion = FusedOptimizer<LionOptions>;
 
+// All optimizers, for which the library has code.
+#define AMP_EXT_FOR_EACH_CLASS(X) X(Adam) X(AdamW) X(SGD) X(Lion)
+
 }  // namespace optim
 
 // Options of GradScaler. The hyperparameters are the factors and the interval by which the scale
