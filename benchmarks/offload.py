@@ -61,17 +61,16 @@ class ImmediateTransport:
         """Returns memory whose pages exist already, as those of pinned memory."""
         return torch.zeros(size, dtype=torch.uint8)
 
-    def copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies tensors."""
-        for target, source in copies:
-            target.data.copy_(source.data)
-        return self.join
-
-    def join(self) -> None:
-        """Does nothing: no copy is under way."""
+    def copy_down(self, target: Tensor, source: Tensor) -> None:
+        """Copies a tensor."""
+        target.data.copy_(source.data)
 
     copy_up = copy_down
-    close = join
+
+    def begin(self, event: Any = None) -> None:
+        """Does nothing: no copy is under way."""
+
+    record_down = record_up = wait = join = close = begin
 
 
 def make_transport(device: torch.device) -> Any:
@@ -166,10 +165,13 @@ def measure_form(
     hosts = [extra.allocate(each.nbytes).view(each.dtype).view(each.shape) for each in grads * 2]
 
     def copy() -> None:
-        arrive = extra.copy_down(zip(hosts, grads, strict=False))
-        extra.copy_up(zip(spare, hosts[len(grads) :], strict=True))
-        arrive()
-        extra.join()
+        extra.begin()
+        for host, grad in zip(hosts, grads, strict=False):
+            extra.copy_down(host, grad)
+        for param, host in zip(spare, hosts[len(grads) :], strict=True):
+            extra.copy_up(param, host)
+        extra.wait(extra.record_down())
+        extra.join(extra.record_up())
 
     calls["copies"] = copy
     if on_gpu:

@@ -293,7 +293,7 @@ class OffloadedStates:
                 written.append(hosts[param])
         if written:
             copies = [(host.local, local_tensor(host.param)) for host in written]
-            self._transport.copy_down(copies)()
+            self._transport.wait(self._copy_down(copies))
             for host in written:
                 host.see()
                 # The inner optimizer refreshes masters of parameters that were written.
@@ -359,11 +359,13 @@ class OffloadedStates:
             try:
                 self._send(grads, lambda tensors: inner.take_step(tensors, *inputs))
                 self.finish(host.param for host, _ in grads)
-            except Exception:
+            except Exception as error:
                 with contextlib.suppress(Exception):
                     self._settle()  # the chunks that were sent before are stepped
                 if self._stepped:
                     stepper.compiled.progress = f"{self._stepped} of {len(grads)} parameters"
+                elif hasattr(error, "add_note"):
+                    error.add_note(f"{self._name}.step: no parameter was changed.")
                 raise
         if grad_scale is not None:
             stepper.mark_scaled(optimizer)
@@ -383,21 +385,29 @@ class OffloadedStates:
             self._used += size
         self._submit(chunk, step)
 
+    def _copy_down(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        """Starts copies into host memory, and returns an event after them."""
+        self._transport.begin()
+        for host, source in copies:
+            self._transport.copy_down(host, source)
+        return self._transport.record_down()
+
     def _submit(self, chunk: list[tuple[HostCopy, Tensor, Tensor]], step: Step) -> None:
         """Starts the copies of gradients, and gives the thread the rest of the work."""
         before, arrived = self._work, [(host, view) for host, _, view in chunk]
-        arrive = self._transport.copy_down([(view, grad) for _, grad, view in chunk])
+        arrival = self._copy_down((view, grad) for _, grad, view in chunk)
         # Autograd refuses to read a saved parameter from now on.
         increment_version([each for host, _ in arrived for each in host.counted()])
 
         def run() -> None:
             if before is not None:
                 before.result()  # nothing is stepped after an error, until it is raised
-            arrive()
+            self._transport.wait(arrival)
             chunk.clear()  # frees the gradients, if hooks have released them
             _step_with(arrived, step)
             self._stepped += len(arrived)
-            self._transport.copy_up([(local_tensor(host.param), host.local) for host, _ in arrived])
+            for host, _ in arrived:
+                self._transport.copy_up(local_tensor(host.param), host.local)
 
         self._work = self._pool.submit(run)
 
@@ -407,7 +417,7 @@ class OffloadedStates:
             return
         concurrent.futures.wait([self._work])  # after an interrupt here, the next call waits
         work, self._work, self._work_of_second, self._used = self._work, None, None, 0
-        self._transport.join()
+        self._transport.join(self._transport.record_up())
         self._share_states()
         work.result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 
 __all__ = ["Transport", "available_host_memory"]
 
-_CGROUP = "/sys/fs/cgroup/"
-Copies = Sequence[tuple[Tensor, Tensor]]  # pairs of the target and the source
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Transport:
@@ -62,31 +61,36 @@ class Transport:
             self._slabs.append(slab)
         return slab
 
-    def copy_down(self, copies: Copies) -> Callable[[], Any]:
-        """Starts copies into host memory, after the work that the current stream has now.
-
-        Later copies up wait for this work, too.
-
-        Returns:
-            A function that returns once the copies have ended. Another thread may call it.
-        """
+    def begin(self) -> None:
+        """Makes later copies wait for the work that the current stream has now."""
         for stream in (self._down, self._up):
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._copy(self._down, copies)
-        return self._down.record_event().synchronize
 
-    def copy_up(self, copies: Copies) -> None:
-        """Starts copies from host memory. Another thread may call it."""
-        self._copy(self._up, copies)
+    def copy_down(self, host: Tensor, source: Tensor) -> None:
+        """Starts a copy into host memory."""
+        with torch.cuda.stream(self._down):
+            host.data.copy_(source.data, non_blocking=True)
 
-    def _copy(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        with torch.cuda.stream(stream):
-            for target, source in copies:
-                target.data.copy_(source.data, non_blocking=True)
+    def copy_up(self, target: Tensor, host: Tensor) -> None:
+        """Starts a copy from host memory. Another thread may call it."""
+        with torch.cuda.stream(self._up):
+            target.data.copy_(host.data, non_blocking=True)
 
-    def join(self) -> None:
-        """Makes the current stream wait for all copies up so far, but not the host."""
-        torch.cuda.current_stream(self.device).wait_stream(self._up)
+    def record_down(self) -> Any:
+        """Returns an event after all copies down so far."""
+        return self._down.record_event()
+
+    def record_up(self) -> Any:
+        """Returns an event after all copies up so far."""
+        return self._up.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Returns once the copies before an event have ended. Another thread may call it."""
+        event.synchronize()
+
+    def join(self, event: Any) -> None:
+        """Makes the current stream wait for the copies before an event, but not the host."""
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def close(self) -> None:
         """Ends the use of the host memory, after all copies."""
@@ -107,19 +111,16 @@ def available_host_memory() -> int | None:
     """
     found = []
     with contextlib.suppress(OSError, ValueError):
-        lines = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
     for limit, used, cache in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-            pages = dict(line.split() for line in _read(_CGROUP + cache).splitlines())
+            pages = dict(line.split() for line in (_CGROUP / cache).read_text().splitlines())
             cached = int(pages.get("inactive_file", 0))
-            found.append(int(_read(_CGROUP + limit)) - int(_read(_CGROUP + used)) + cached)
+            found.append(
+                int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()) + cached
+            )
     return min(found) if found else None
-
-
-def _read(path: str) -> str:
-    with open(path) as file:
-        return file.read()

@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -64,26 +63,38 @@ class DelayedTransport:
         self.allocated += size
         return torch.full((size,), 255, dtype=torch.uint8)  # NaN in all dtypes
 
-    def copy_down(self, copies: Any) -> Any:
-        return self._copy(self.down, "down", copies)
-
-    def copy_up(self, copies: Any) -> None:
-        self._copy(self.up, "up", copies)
-
-    def _copy(self, queue: Queue, name: str, copies: Any) -> Any:
+    def begin(self) -> None:
         assert self.is_open
-        for target, source in copies:
-            assert (target.dtype, target.shape) == (source.dtype, source.shape)
-            assert target.numel() == 0 or target.stride() == source.stride()
-            assert target.numel() == 0 or target.data_ptr() != source.data_ptr()
-            self.calls.append(name)
-            queue.put((target.data, source.data))
+
+    def copy_down(self, host: Tensor, source: Tensor) -> None:
+        self._copy(self.down, "down", host, source)
+
+    def copy_up(self, target: Tensor, host: Tensor) -> None:
+        self._copy(self.up, "up", target, host)
+
+    def _copy(self, queue: Queue, name: str, target: Tensor, source: Tensor) -> None:
+        assert self.is_open
+        assert (target.dtype, target.shape) == (source.dtype, source.shape)
+        assert target.numel() == 0 or target.stride() == source.stride()
+        assert target.numel() == 0 or target.data_ptr() != source.data_ptr()
+        self.calls.append(name)
+        queue.put((target.data, source.data))
+
+    def record_down(self) -> threading.Event:
+        return self._record(self.down)
+
+    def record_up(self) -> threading.Event:
+        return self._record(self.up)
+
+    def _record(self, queue: Queue) -> threading.Event:
         event = threading.Event()
         queue.put(event)
-        return lambda: event.wait(60) or pytest.fail("a copy has not ended")
+        return event
 
-    def join(self) -> None:
-        self._copy(self.up, "", ())()
+    def wait(self, event: threading.Event) -> None:
+        assert event.wait(60), "a copy has not ended"
+
+    join = wait
 
     def close(self) -> None:
         self.is_open = False
@@ -100,14 +111,12 @@ class ImmediateTransport:
     def allocate(self, size: int) -> Tensor:
         return torch.full((size,), 255, dtype=torch.uint8)  # NaN in all dtypes
 
-    def copy_down(self, copies: Any) -> Any:
-        for target, source in copies:
-            target.data.copy_(source.data)
-        return self.join
+    def copy_down(self, target: Tensor, source: Tensor) -> None:
+        target.data.copy_(source.data)
 
     copy_up = copy_down
 
-    def join(self) -> None:
+    def begin(self, event: Any = None) -> None:
         pass
 
-    close = join
+    record_down = record_up = wait = join = close = begin
