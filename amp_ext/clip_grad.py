@@ -73,7 +73,14 @@ def clip_grad_norm_(
             return torch.nn.utils.clip_grad_norm_(
                 parameters, max_norm, norm_type, error_if_nonfinite, foreach
             )
-        total_norm = _total_norm(by_device).to(dtype)
+        first_device = next(iter(by_device))
+        total = torch.zeros((), dtype=torch.float64, device=first_device)
+        for device, grads in by_device.items():
+            sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
+            found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
+            total += to_device(sum_of_squares, first_device)
+        total_norm = total.sqrt().to(dtype)
     if not isinstance(total_norm, Tensor):  # on the gradients' device, not the default device
         some_device = next(iter(by_device), torch.device("cpu"))
         total_norm = torch.tensor(total_norm, dtype=dtype, device=some_device)
@@ -95,15 +102,3 @@ def clip_grad_norm_(
 
 def _is_float64(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float64
-
-
-def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
-    """Returns the 2-norm of all gradients together, one float64 on the first of the devices."""
-    first_device = next(iter(by_device))
-    total = torch.zeros((), dtype=torch.float64, device=first_device)
-    for device, grads in by_device.items():
-        sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-        found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        ops.check_finite_(grads, found_inf, sum_of_squares=sum_of_squares)
-        total += to_device(sum_of_squares, first_device)
-    return total.sqrt()

@@ -26,15 +26,14 @@ class _PlainOptimizer(torch.optim.Optimizer):
     __setstate__ = torch.optim.Optimizer.__setstate__
 
 
-def _also_of_torch(name: str) -> type:
-    """Returns a subclass of an optimizer of ours that is also an instance of torch's class."""
-    bases = (getattr(optim, name), _PlainOptimizer, getattr(torch.optim, name))
-    return type(name, bases, {"__module__": __name__})
-
-
 _SCALERS = {torch.amp.GradScaler: FusedScaler, torch.cuda.amp.GradScaler: GradScaler}
+# Maps a class of torch to a subclass of our optimizer that also inherits from it.
 _OPTIMIZERS = {
-    getattr(torch.optim, name): _also_of_torch(name)
+    getattr(torch.optim, name): type(
+        name,
+        (getattr(optim, name), _PlainOptimizer, getattr(torch.optim, name)),
+        {"__module__": __name__},
+    )
     for name in optim.__all__
     if hasattr(torch.optim, name)
 }

@@ -389,11 +389,8 @@ def _all_reduce(values: Tensor, operation: Any, group: Any) -> None:
         torch.distributed.all_reduce(values, operation, group)
     except RuntimeError as error:
         ranks = torch.distributed.get_process_group_ranks(group)
+        listed = f"{ranks[0]} … {ranks[-1]} ({len(ranks)})" if len(ranks) > 8 else str(ranks)
         raise RuntimeError(
-            f"amp_ext: the all-reduce over ranks {_listed(ranks)} failed. Check that all of "
+            f"amp_ext: the all-reduce over ranks {listed} failed. Check that all of "
             f"these ranks run and step the same optimizers. The error was: {error}"
         ) from error
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"{ranks[0]} … {ranks[-1]} ({len(ranks)})"

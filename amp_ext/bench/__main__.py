@@ -32,7 +32,15 @@ NOTE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures the chosen rows, prints a table and writes the JSON file; returns the exit code."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_ext.bench",
+        description="Times steps of scaler and optimizer, ours beside torch's, in turns.",
+    )
+    parser.add_argument("--quick", action="store_true", help="the most common rows; a minute")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
+    parser.add_argument("--json", type=Path, help="the file that takes the figures")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     rows = choose_rows(device.type, options.quick)
@@ -64,19 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(f"Written: {options.json}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m amp_ext.bench",
-        description="Times steps of scaler and optimizer, ours beside torch's, in turns.",
-    )
-    parser.add_argument("--quick", action="store_true", help="the most common rows; a minute")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--filter", default="", help="regular expression on 'work, shapes'")
-    parser.add_argument("--json", type=Path, help="the file that takes the figures")
-    return parser
 
 
 def make_table(rows: list[dict[str, Any]]) -> str:

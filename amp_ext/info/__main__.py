@@ -26,7 +26,12 @@ PACKAGE = Path(amp_ext.__file__).parent
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints facts about the installation and its problems; returns 1 if there is a problem."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_ext.info",
+        description="Says what this amp_ext is, whether it works, and what to do if not.",
+    )
+    parser.add_argument("--check", action="store_true", help="takes real steps on each device")
+    options = parser.parse_args(arguments)
     file = PACKAGE / "_build_info.json"
     build = json.loads(file.read_text()) if file.exists() else {}
     gpus = range(torch.cuda.device_count())
@@ -52,15 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loads = "It loads; --check takes real steps on each device."
     print(f"\n{'It works.' if options.check else loads}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m amp_ext.info",
-        description="Says what this amp_ext is, whether it works, and what to do if not.",
-    )
-    parser.add_argument("--check", action="store_true", help="takes real steps on each device")
-    return parser
 
 
 def _facts(

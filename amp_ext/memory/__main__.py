@@ -20,7 +20,15 @@ _PARTS = ("parameters", "masters", "gradients", "states", "total")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and returns the exit code. Exits with code 2 if the input is invalid."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_ext.memory",
+        description="Shows the memory that training takes: parameters, masters, gradients and "
+        "optimizer states, by configuration.",
+    )
+    parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
+    parser.add_argument("--released", action="store_true", help="as with release_gradients")
+    parser.add_argument("--offloaded", action="store_true", help="as with offload_states")
     options = parser.parse_args(arguments)
     try:
         usages = training_memory(
@@ -42,19 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_table(rows, left=(0, len(rows[0]) - 1)))
     print(f"\nNot counted: {'; '.join(NOT_COUNTED)}.")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m amp_ext.memory",
-        description="Shows the memory that training takes: parameters, masters, gradients and "
-        "optimizer states, by configuration.",
-    )
-    parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
-    parser.add_argument("--released", action="store_true", help="as with release_gradients")
-    parser.add_argument("--offloaded", action="store_true", help="as with offload_states")
-    return parser
 
 
 if __name__ == "__main__":

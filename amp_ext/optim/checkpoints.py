@@ -70,11 +70,22 @@ def saved_state_dict(
     Args:
         optimizer: The optimizer to save.
         state_dict_of_torch: The method ``torch.optim.Optimizer.state_dict`` of this optimizer.
+
+    Raises:
+        ValueError: If a state belongs to no group.
     """
     try:
         state_dict = state_dict_of_torch()
     except KeyError:
-        _check_states_have_groups(optimizer)
+        # torch has no key for a state of a parameter that is in no group.
+        registered = set(map(id, params_of(optimizer)))
+        for param in optimizer.state:
+            if isinstance(param, Tensor) and id(param) not in registered:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.state_dict: a parameter of shape "
+                    f"{tuple(param.shape)} has a state but is in no group. Put the parameter back "
+                    "into a group, or delete its state with del optimizer.state[param]."
+                ) from None
         raise
     for group in state_dict["param_groups"]:
         group.update(with_plain_options(optimizer.description, group))
@@ -176,22 +187,6 @@ def keys_in_order(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any
     return [key for group in groups for key in group["params"]]
 
 
-def _check_states_have_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that each state of an optimizer belongs to a parameter in its groups.
-
-    Raises:
-        ValueError: If a state belongs to no group. torch's ``state_dict`` would have no key for it.
-    """
-    registered = set(map(id, params_of(optimizer)))
-    for param in optimizer.state:
-        if isinstance(param, Tensor) and id(param) not in registered:
-            raise ValueError(
-                f"{type(optimizer).__name__}.state_dict: a parameter of shape "
-                f"{tuple(param.shape)} has a state but is in no group. Put the parameter back "
-                "into a group, or delete its state with del optimizer.state[param]."
-            )
-
-
 def operation_of(optimizer: torch.optim.Optimizer) -> str:
     """Returns the name of an optimizer's load method for errors: "AdamW.load_state_dict"."""
     return f"{type(optimizer).__name__}.load_state_dict"
@@ -238,27 +233,37 @@ def _without_unused_moments(
     """
     of_others = names_of_all_buffers()
     of_others -= {buffer.name for buffer in optimizer.description.buffers}
-
-    def is_unused(key: Any, value: Any) -> bool:
-        return key in of_others and isinstance(value, Tensor) and not value.any()
-
-    states = {
-        key: {name: value for name, value in state.items() if not is_unused(name, value)}
-        if isinstance(state, Mapping)
-        else state
-        for key, state in state_dict["state"].items()
-    }
+    states = dict(state_dict["state"])
+    for key, state in states.items():
+        if isinstance(state, Mapping):
+            states[key] = {
+                name: value
+                for name, value in state.items()
+                if name not in of_others or not isinstance(value, Tensor) or value.any()
+            }
     return {**state_dict, "state": states}
 
 
 def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has all required options, and nothing that would change steps."""
     operation, name = operation_of(optimizer), type(optimizer).__name__
+    options = optimizer.description.options
+    required = [each.name for each in options if each.on_load == "required"]
+    flags = [o.name for o in options if not o.is_read and o.on_load == "off if missing"]
+    is_adam = any(each.name == "amsgrad" for each in options)
     users_may_add = True
     for index, group in enumerate(state_dict["param_groups"]):
         where = f"{operation}: param_groups[{index}]"
-        _check_required(optimizer, group, where)
-        users_may_add_here = _may_have_entries_of_users(optimizer, group)
+        missing = [each for each in required if each not in group]
+        # Files of RAdam, Adamax and others lack 'amsgrad'. Those of FusedAdam and of transformers'
+        # AdamW have 'bias_correction' or 'correct_bias' instead.
+        if is_adam and not {"amsgrad", "bias_correction", "correct_bias"} & group.keys():
+            missing.append("amsgrad")
+        if missing:
+            raise ValueError(f"{where} must have {missing}, got {list(group)}")
+        # Groups that amp_ext or torch since 2.4 wrote may have entries of users.
+        has_flags = bool(flags) and all(flag in group for flag in flags)
+        users_may_add_here = "master_weights" in group or has_flags
         users_may_add = users_may_add and users_may_add_here
         unknown = _unknown_among(optimizer, group, users_may_add_here)
         if unknown:
@@ -274,36 +279,6 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
             f"{operation}: state must have only entries of {name}, got {unknown}. Delete them from "
             "the file if they don't change a step"
         )
-
-
-def _check_required(optimizer: FusedOptimizer, group: Options, where: str) -> None:
-    """Checks that a group has the options that torch's class writes.
-
-    Adam also requires 'amsgrad', because files of RAdam, Adamax and others lack it. Files of
-    FusedAdam and of transformers' AdamW have 'bias_correction' or 'correct_bias' instead.
-    """
-    options = optimizer.description.options
-    missing = [
-        each.name for each in options if each.on_load == "required" and each.name not in group
-    ]
-    is_adam = any(each.name == "amsgrad" for each in options)
-    if is_adam and not {"amsgrad", "bias_correction", "correct_bias"} & group.keys():
-        missing.append("amsgrad")
-    if missing:
-        raise ValueError(f"{where} must have {missing}, got {list(group)}")
-
-
-def _may_have_entries_of_users(optimizer: FusedOptimizer, group: Options) -> bool:
-    """Returns True if amp_ext or torch since 2.4 wrote a group.
-
-    Such a group has ``master_weights``, or all flags that torch's class has.
-    """
-    flags = [
-        each.name in group
-        for each in optimizer.description.options
-        if not each.is_read and each.on_load == "off if missing"
-    ]
-    return "master_weights" in group or (bool(flags) and all(flags))
 
 
 def _unknown_among(
@@ -397,7 +372,15 @@ def _in_order_of_names(
         if has_names or any(map(is_flattened, group["params"])):
             loaded.pop("param_names", None)
             saved = [[] for _ in saved]
-    _check_places(operation, own, saved)
+    indices = _indices_by_name([*chain(*own)], [*chain(*saved)])
+    group_of = [group for group, names in enumerate(saved) for _ in names]
+    places = [(group, name) for group, names in enumerate(own) for name in names]
+    for (place, name), index in zip(places, indices, strict=False):
+        if group_of[index] != place:
+            raise ValueError(
+                f"{operation}: param_names of param_groups[{place}] must have {name!r}, got it in "
+                f"param_groups[{group_of[index]}]"
+            )
     for loaded, names, saved_names in zip(in_order, own, saved, strict=True):
         indices = _indices_by_name(names, saved_names)
         if indices:
@@ -415,21 +398,6 @@ def _indices_by_name(own: Sequence[str], saved: Sequence[str]) -> list[int]:
         if len(places) == len(others) == len(names) and places.keys() == set(names):
             return [places[name] for name in names]
     return []
-
-
-def _check_places(
-    operation: str, own: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
-) -> None:
-    """Raises ValueError if a file has a parameter of the optimizer in another group."""
-    indices = _indices_by_name([*chain(*own)], [*chain(*saved)])
-    group_of = [group for group, names in enumerate(saved) for _ in names]
-    places = [(group, name) for group, names in enumerate(own) for name in names]
-    for (group, name), index in zip(places, indices, strict=False):
-        if group_of[index] != group:
-            raise ValueError(
-                f"{operation}: param_names of param_groups[{group}] must have {name!r}, got it in "
-                f"param_groups[{group_of[index]}]"
-            )
 
 
 def without_wrappers(names: Iterable[str]) -> list[str]:

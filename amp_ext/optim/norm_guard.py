@@ -236,6 +236,8 @@ class NormGuard:
     def judge(self, device: torch.device, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Judges the norm of a step and enters it into the statistics, without waiting.
 
+        Warns once if all norms are equal, as after clipping outside of the optimizer.
+
         Args:
             device: The device for the statistics, which are moved if they are elsewhere.
             inputs: The loss scale that the gradients carry, one float32 or None; a found_inf, one
@@ -246,7 +248,14 @@ class NormGuard:
             The found_inf of the step, one float32, and the limit to which the step clips the norm,
             one float64. The next call overwrites both.
         """
-        self._warn_if_blind()
+        if not self._has_warned and self._similar_norms.item() >= _MANY_SIMILAR_NORMS:
+            self._has_warned = True
+            warnings.warn(
+                "NormGuard: 64 norms in a row lie within 1e-4 of one value. The gradients were "
+                "probably clipped before the optimizer, which hides outliers from the guard. Clip "
+                "with max_grad_norm of the optimizer, and turn off the clipping of the trainer.",
+                stacklevel=7,
+            )
         if self._state.device != device:
             self._read(wait=True)
             self._earlier += [self._state, self._on_host, self._skips]
@@ -279,17 +288,6 @@ class NormGuard:
         found = self._read(wait)
         found["deviation"] = max(math.sqrt(found["variance"]), 0.01 * found["mean"])
         return NormGuardStats(**{name: found[name] for name in NormGuardStats.__annotations__})
-
-    def _warn_if_blind(self) -> None:
-        """Warns once if all norms are equal, as after clipping outside of the optimizer."""
-        if not self._has_warned and self._similar_norms.item() >= _MANY_SIMILAR_NORMS:
-            self._has_warned = True
-            warnings.warn(
-                "NormGuard: 64 norms in a row lie within 1e-4 of one value. The gradients were "
-                "probably clipped before the optimizer, which hides outliers from the guard. Clip "
-                "with max_grad_norm of the optimizer, and turn off the clipping of the trainer.",
-                stacklevel=8,
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the statistics and counts as plain numbers. Waits for the device."""

@@ -215,22 +215,19 @@ def check_defaults(description: OptimizerDescription, defaults: Options, where: 
         if isinstance(number, Tensor) and number.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element")
     for option in description.options:
-        if option.refusal:
-            _check_as_torch(option, defaults[option.name])
+        if not option.refusal:
+            continue
+        value, is_tuple = defaults[option.name], option.type == "numbers"
+        for index, each in enumerate(value if is_tuple else (value,)):
+            if not 0.0 <= float(each) <= option.largest:
+                place = f"{index}: " if is_tuple else ""
+                raise ValueError(f"{option.refusal}{place}{format(each)}")
     if defaults.get("nesterov") and (not defaults["momentum"] or defaults["dampening"]):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     for name, numbers in tuples.items():
         if {type(number) for number in numbers} not in ({float}, {Tensor}):
             raise ValueError(f"{name} must be either both floats or both Tensors")
     _check_values(description, defaults, where)
-
-
-def _check_as_torch(option: OptionDescription, value: Any) -> None:
-    is_tuple = option.type == "numbers"
-    for index, each in enumerate(value if is_tuple else (value,)):
-        if not 0.0 <= float(each) <= option.largest:
-            place = f"{index}: " if is_tuple else ""
-            raise ValueError(f"{option.refusal}{place}{format(each)}")
 
 
 def check_group(description: OptimizerDescription, group: Options, where: str) -> None:
@@ -260,16 +257,13 @@ def check_group(description: OptimizerDescription, group: Options, where: str) -
             f"{_shown(dtype)}"
         )
     # Kernels with a split master weight support moments in float32 and bfloat16 only.
-    form, has_moments = group["master_weights"], group.get("momentum", True)
-    if isinstance(form, str) and dtype is None and has_moments and _has_float16(group):
+    form, is_used = group["master_weights"], group.get("momentum", True) and dtype is None
+    dtypes = (getattr(param, "dtype", None) for param in group["params"])
+    if isinstance(form, str) and is_used and torch.float16 in dtypes:
         raise ValueError(
             f"{name} must be torch.float32 or torch.bfloat16 for parameters in torch.float16 with "
             f"master_weights={form!r}, got None"
         )
-
-
-def _has_float16(group: Options) -> bool:
-    return any(getattr(param, "dtype", None) == torch.float16 for param in group["params"])
 
 
 def _check_types(description: OptimizerDescription, options: Options, where: str) -> None:

@@ -267,7 +267,12 @@ class MixedPrecisionTrainer:
                 arguments = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
                 output = self.model(*map(self._cast, arguments))
         if self.loss_function is None:
-            loss = _loss_in(output)
+            # The output is the loss or has it as an attribute, an entry, or the first item.
+            loss = getattr(output, "loss", output)
+            if isinstance(output, Mapping):
+                loss = output.get("loss")
+            elif loss is output and isinstance(output, (tuple, list)) and output:
+                loss = output[0]
         else:
             with self._autocast(self._mixed):
                 loss = self.loss_function(output, *([] if targets is None else [targets]))
@@ -503,20 +508,3 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return [*value] if isinstance(value, Sequence) else [value]
-
-
-def _loss_in(output: Any) -> Any:
-    """Returns the loss in a model's output.
-
-    Args:
-        output: The loss itself, an object with ``.loss``, a mapping with ``["loss"]``, or a tuple
-            or list whose first item is the loss.
-
-    Returns:
-        The loss; None or the output if it has none.
-    """
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if isinstance(output, (tuple, list)) and output and not hasattr(output, "loss"):
-        return output[0]
-    return getattr(output, "loss", output)
