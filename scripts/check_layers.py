@@ -82,54 +82,42 @@ def all_included(path: Path) -> Iterator[str]:
             yield from all_included(PUBLIC / name)
 
 
-def check_public_headers() -> Iterator[tuple[Path, int, str]]:
-    """Yields the violations in public headers as path, line and message."""
-    for path in sorted(file for file in PUBLIC.rglob("*") if file.is_file()):
-        if path.suffix != ".h" or path.parent != PUBLIC / "amp_ext":
-            yield path, 1, "only headers of the folder amp_ext are public"
-            continue
-        for line, quoted, name in includes(path):
-            if quoted or (name.startswith("amp_ext/") and not (PUBLIC / name).is_file()):
-                yield path, line, f"{name} is not a public header"
-            elif (PUBLIC / name).is_file() and layer(PUBLIC / name) > layer(path):
-                yield path, line, f"<{name}> belongs to a higher layer"
-
-
 def check_includes() -> Iterator[tuple[Path, int, str]]:
-    """Yields the violations in C++ and CUDA files as path, line and message."""
+    """Yields the violations in headers and C++ and CUDA files as path, line and message."""
     cuda_users: set[Path] = set()
-    for path in sorted(file for file in CSRC.rglob("*") if file.suffix in CXX):
-        if path.is_relative_to(PUBLIC):
+    for path in sorted(file for file in CSRC.rglob("*") if file.is_file()):
+        is_public = path.is_relative_to(PUBLIC)
+        if is_public and (path.suffix != ".h" or path.parent != PUBLIC / "amp_ext"):
+            yield path, 1, "only headers of the folder amp_ext are public"
+        if path.suffix not in CXX:
             continue
         folder, mine = path.relative_to(CSRC).parts[0], layer(path)
         for line, quoted, name in includes(path):
-            if quoted:
-                target = CSRC / name
-                if ".." in name or not target.is_file():
-                    yield path, line, f'"{name}" is not a path inside csrc'
+            written = f'"{name}"' if quoted else f"<{name}>"
+            target = (CSRC if quoted else PUBLIC) / name
+            if quoted or name.startswith("amp_ext/"):
+                if is_public and quoted:
+                    yield path, line, f"{written} is not a public header"
+                elif ".." in name or not target.is_file():
+                    where = "path inside csrc" if quoted else "public header"
+                    yield path, line, f"{written} is not a {where}"
                 elif layer(target) > mine:
-                    yield path, line, f'"{name}" belongs to a higher layer'
-                elif layer(target) == mine and Path(name).parts[0] != folder:
-                    yield path, line, f'"{name}" belongs to another folder of the same layer'
-                continue
-            if name.startswith("amp_ext/"):
-                target = PUBLIC / name
-                if not target.is_file():
-                    yield path, line, f"<{name}> is not a public header"
-                elif layer(target) > mine:
-                    yield path, line, f"<{name}> belongs to a higher layer"
-                continue
-            if TORCH.match(name) and folder in TORCH_FREE:
-                yield path, line, f"<{name}>: no PyTorch header in {folder}"
-            if OF_PYTHON.match(name) and mine < PYTHON:
-                yield path, line, f"<{name}> belongs to the bindings"
-            elif name.startswith("torch/") and name not in VERSION and mine < LIBTORCH:
-                yield path, line, f"<{name}> belongs to libtorch/: ATen and c10 serve here"
-            if CUDA.match(name) and folder != "cuda":
-                cuda_users.add(path)
-                if len(cuda_users) > 1:
-                    names = ", ".join(sorted(user.name for user in cuda_users))
-                    yield path, line, f"<{name}>: one file outside cuda/ may name CUDA, not {names}"
+                    yield path, line, f"{written} belongs to a higher layer"
+                elif quoted and layer(target) == mine and Path(name).parts[0] != folder:
+                    yield path, line, f"{written} belongs to another folder of the same layer"
+            elif not is_public:
+                if TORCH.match(name) and folder in TORCH_FREE:
+                    yield path, line, f"{written}: no PyTorch header in {folder}"
+                if OF_PYTHON.match(name) and mine < PYTHON:
+                    yield path, line, f"{written} belongs to the bindings"
+                elif name.startswith("torch/") and name not in VERSION and mine < LIBTORCH:
+                    yield path, line, f"{written} belongs to libtorch/: ATen and c10 serve here"
+                if CUDA.match(name) and folder != "cuda":
+                    cuda_users.add(path)
+                    if len(cuda_users) > 1:
+                        names = ", ".join(sorted(user.name for user in cuda_users))
+                        why = f"one file outside cuda/ may name CUDA, not {names}"
+                        yield path, line, f"{written}: {why}"
 
 
 def imports(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -164,7 +152,7 @@ def check_imports() -> Iterator[tuple[Path, int, str]]:
 
 def main() -> int:
     """Prints all violations and returns the exit code."""
-    violations = [*check_public_headers(), *check_includes(), *check_imports()]
+    violations = [*check_includes(), *check_imports()]
     for path, line, text in violations:
         print(f"{path.relative_to(ROOT)}:{line}: {text}")
     return 1 if violations else 0
