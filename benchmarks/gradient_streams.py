@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 STEPS = 2000
 SHAPE = (64, 64)
+CHARACTERS = 48  # of the text that the model learns
 
 
 def scales(decades: float, generator: torch.Generator) -> Tensor:
@@ -52,34 +53,29 @@ def sparse(period: int, steps: int, generator: torch.Generator) -> Tensor:
     return noise(0.5, steps, generator) * is_seen.unsqueeze(-1)
 
 
-def make_model(characters: int = 48, width: int = 32) -> nn.Module:
-    """Returns a model that predicts a character from the two before it."""
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Embedding(characters, width),
-        nn.Flatten(),
-        nn.Linear(2 * width, width, bias=False),
-        nn.GELU(),
-        nn.Linear(width, characters, bias=False),
-    )
-
-
-def text(generator: torch.Generator, length: int = 20000, characters: int = 48) -> Tensor:
+def text(generator: torch.Generator, length: int = 20000) -> Tensor:
     """Draws characters from a Markov chain with Zipf-like frequencies, so that some are rare."""
-    frequency = 1 / torch.arange(1, characters + 1) ** 2
-    affinity = torch.randn(characters, characters, generator=generator).mul(1.5).exp()
+    frequency = 1 / torch.arange(1, CHARACTERS + 1) ** 2
+    affinity = torch.randn(CHARACTERS, CHARACTERS, generator=generator).mul(1.5).exp()
     following = (affinity * frequency).cumsum(dim=1)
     following = (following / following[:, -1:]).tolist()
     written, position = [0], torch.rand(length, generator=generator).tolist()
     for each in position[1:]:
-        written.append(bisect.bisect_left(following[written[-1]], each, hi=characters - 1))
+        written.append(bisect.bisect_left(following[written[-1]], each, hi=CHARACTERS - 1))
     return torch.tensor(written)
 
 
 def of_model(steps: int, generator: torch.Generator) -> Tensor:
-    """Records the gradients of a small network while it is trained."""
+    """Records the gradients of a small network that learns to predict a character from two."""
     with torch.random.fork_rng(devices=[]):
-        model = make_model()
+        torch.manual_seed(5)
+        model = nn.Sequential(
+            nn.Embedding(CHARACTERS, 32),
+            nn.Flatten(),
+            nn.Linear(64, 32, bias=False),
+            nn.GELU(),
+            nn.Linear(32, CHARACTERS, bias=False),
+        )
     characters = text(generator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
