@@ -18,13 +18,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.bench.measure import bytes_of
+from amp_ext.bench.measure import bytes_of, run_times
 from amp_ext.bench.steps import Program, Step, parse_work
 from amp_ext.text_table import format_table
 
@@ -118,32 +117,13 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"{form}: 1,000 of 64", functools.partial(many, form)
 
 
-def least_time(step: Callable[[], Any], seconds: float) -> float:
-    """Returns the least milliseconds per step; CUDA events time groups of steps."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def group(steps: int) -> float:
-        begin.record()
-        for _ in range(steps):
-            step()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / steps
-
-    group(3)
-    once = group(3)
-    steps = max(1, min(50, int(20 / once)))
-    groups = max(3, int(seconds * 1e3 / (once * steps)))
-    return min(group(steps) for _ in range(groups))
-
-
 def measure(seconds: float) -> dict[str, tuple[float, float | None]]:
     """Returns the least milliseconds of each row, and the bytes that it moves if they are known."""
     found = {}
     for name, make in cases():
         torch.manual_seed(0)
         step, moved = make()
-        found[name] = (least_time(step, seconds), moved)
+        found[name] = (1e3 * min(run_times(step, seconds)), moved)
         print(f"{name}: {found[name][0]:.4f} ms", file=sys.stderr, flush=True)
         del step
         torch.cuda.empty_cache()
