@@ -81,36 +81,6 @@ def new_result(device: torch.device, **lists: list[Any]) -> dict[str, Any]:
     return {"surroundings": describe(device), **lists, **{what: [] for what in REASONS}}
 
 
-def run_each(
-    runs: Iterable[tuple[str, Callable[[], None]]],
-    result: dict[str, Any],
-    limit: float,
-    store: Callable[[dict[str, Any]], None],
-) -> None:
-    """Calls functions that add to a result, and stores the result after each of them.
-
-    Args:
-        runs: The name of each run, and the function.
-        result: Takes the names of runs that are ``left_out`` or ``failed``, with reasons.
-        limit: Seconds for all runs. A run that might end later is not started.
-        store: A function that is called with the result.
-    """
-    begin, longest = time.monotonic(), 0.0
-    for name, run in runs:
-        start = time.monotonic()
-        if start - begin + longest > limit:
-            result["left_out"].append(f"{name}: not begun, for the {limit:g} s are used up")
-            continue
-        print(f"{name} ({start - begin:.0f} s so far)", file=sys.stderr, flush=True)
-        try:
-            run()
-        except Exception as error:  # goes on with the other runs
-            result["failed"].append(f"{name}: {reason(error)}")
-        gc.collect()  # frees the optimizers, which are in reference cycles
-        store(result)
-        longest = max(longest, time.monotonic() - start)
-
-
 def make_parser(text: str) -> argparse.ArgumentParser:
     """Returns a parser with ``--device``. The first line of ``text`` is the description."""
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
@@ -128,27 +98,45 @@ def add_files(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run_and_store(
     name: str,
-    out: Path | None,
-    run: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
+    options: argparse.Namespace,
+    result: dict[str, Any],
+    runs: Iterable[tuple[str, Callable[[], None]]],
     markdown: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Runs a benchmark, prints its tables, writes its files, and returns the exit code.
+    """Calls functions that add to a result, prints its tables, and returns the exit code.
 
     Args:
         name: The name of the files.
-        out: The folder of the files, or None.
-        run: Returns the result, and passes it to its argument after each row.
+        options: The options of :func:`add_files`. A run that might end after ``--seconds`` is not
+            started, and the files in the folder ``--out`` are rewritten after each run.
+        result: Takes the names of runs that are ``left_out`` or ``failed``, with reasons.
+        runs: The name of each run, and the function.
         markdown: Formats a result.
     """
+    out: Path | None = options.out
 
-    def store(result: dict[str, Any]) -> None:
+    def store() -> None:
         if out:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
             (out / f"{name}.md").write_text(markdown(result) + "\n")
 
-    result = run(store)
-    store(result)  # now includes the runs that were not started
+    begin, longest = time.monotonic(), 0.0
+    for title, run in runs:
+        start = time.monotonic()
+        if start - begin + longest > options.seconds:
+            why = f"not begun, for the {options.seconds:g} s are used up"
+            result["left_out"].append(f"{title}: {why}")
+            continue
+        print(f"{title} ({start - begin:.0f} s so far)", file=sys.stderr, flush=True)
+        try:
+            run()
+        except Exception as error:  # goes on with the other runs
+            result["failed"].append(f"{title}: {reason(error)}")
+        gc.collect()  # frees the optimizers, which are in reference cycles
+        store()
+        longest = max(longest, time.monotonic() - start)
+    store()  # now includes the runs that were not started
     print(markdown(result))
     is_empty = not result.get("rows", result.get("runs"))
     if out and not is_empty:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import math
 import os
 import re
 import sys
@@ -36,7 +35,6 @@ from common import (
     notes,
     reason,
     run_and_store,
-    run_each,
 )
 from torch.nn import Parameter
 
@@ -109,16 +107,6 @@ class Peer:
         return optimizer(params, **ADAMW, **self.options(work))
 
 
-def heavyball_options(work: Work) -> dict[str, Any]:
-    dtype = "float32" if work.state_dtype == torch.float32 else "bfloat16"
-    return {"storage_dtype": dtype, "consume_grad": False}
-
-
-def flashoptim_options(work: Work) -> dict[str, Any]:
-    bits = {"split": 32, "split8": 24}.get(work.masters)
-    return {"quantize": work.state_dtype == "8bit", "master_weight_bits": bits}
-
-
 ADAMW = OPTIONS["AdamW"]  # hyperparameters of all packages
 PEERS = {
     "DeepSpeed": Peer(
@@ -129,7 +117,11 @@ PEERS = {
     ),
     "flashoptim": Peer(
         "flashoptim", "flashoptim", "FlashAdamW", [FP32, NARROW, *LOW_MEMORY],
-        options=flashoptim_options, devices=["cuda"],
+        options=lambda work: {
+            "quantize": work.state_dtype == "8bit",
+            "master_weight_bits": {"split": 32, "split8": 24}.get(work.masters),
+        },
+        devices=["cuda"],
     ),
     "bitsandbytes": Peer("bitsandbytes", "bitsandbytes.optim", "AdamW", [FP32, WIDE]),
     "torchao": Peer(
@@ -145,7 +137,10 @@ PEERS = {
     "heavyball": Peer(
         "heavyball", "heavyball", "AdamW", [FP32],
         [NARROW],  # uses stochastic rounding
-        heavyball_options,
+        lambda work: {
+            "storage_dtype": str(work.state_dtype or torch.bfloat16).removeprefix("torch."),
+            "consume_grad": False,
+        },
     ),
     "bnb 8-bit": Peer(
         "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", [FP32_8BIT], [NARROW]
@@ -163,7 +158,8 @@ def find(peer: Peer) -> tuple[str, str | None]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search for other devices
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # worker processes disturb timing
     try:
-        importlib.import_module(peer.module)
+        with contextlib.redirect_stdout(sys.stderr):  # keeps its messages out of the table
+            importlib.import_module(peer.module)
         return importlib.metadata.version(peer.distribution), None
     except Exception as error:
         return "", reason(error)
@@ -207,11 +203,6 @@ def differs(side: str, work: Work) -> bool:
     return loops or (side in PEERS and work not in PEERS[side].does)
 
 
-def without_scaler(work: Work) -> Work:
-    """Returns the work without a gradient scaler."""
-    return parse_work(work.name.replace(" + scaler", ""))
-
-
 # Timing.
 
 
@@ -239,61 +230,6 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
         rows += [(work, shapes) for work in BESIDE_PEERS]
         rows += [(parse_work(f"{work.name} + scaler"), shapes) for work in BESIDE_PEERS]
     return rows
-
-
-def measure_all(
-    rows: list[tuple[Work, ShapeList]],
-    seconds: float,
-    device: torch.device = CPU,
-    limit: float = math.inf,
-    store: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
-    """Times all sides of some rows.
-
-    Args:
-        rows: The rows, as :func:`choose_rows` returns them.
-        seconds: The measuring time of each side in each turn.
-        device: The device of all tensors.
-        limit: Seconds for all rows. A row that might end later is not started.
-        store: A function that is called with the result after each row.
-
-    Returns:
-        A dict with ``surroundings`` (hardware and versions); ``rows`` from ``measure_row``, each
-        with the sides that do other work as ``unequal``; ``left_out``, the sides and rows without a
-        result, and ``failed`` rows, with reasons.
-    """
-    found = {side: find(peer) for side, peer in PEERS.items() if device.type in peer.devices}
-    versions = {
-        PEERS[side].distribution: version for side, (version, why) in found.items() if not why
-    }
-    result = new_result(device, rows=[])
-    left_out = result["left_out"]
-    if versions:
-        result["surroundings"].append(", ".join(map(" ".join, versions.items())))
-    left_out += [f"{side}: {why}" for side, (_, why) in found.items() if why]
-    streaming = make_streaming(device)
-
-    def measure(work: Work, shapes: ShapeList) -> None:
-        programs = make_programs(work, shapes, all_sides(work, device, found), device, left_out)
-        run = functools.partial(run_times, seconds=seconds)
-        row = measure_row(work, shapes, programs, streaming, run)
-        unequal = [side for side in programs if differs(side, without_scaler(work))]
-        result["rows"].append({**row, "unequal": unequal})
-
-    runs = ((row_name(*row), functools.partial(measure, *row)) for row in rows)
-    run_each(runs, result, limit, store)
-    return result
-
-
-def all_sides(
-    work: Work, device: torch.device, found: dict[str, tuple[str, str | None]]
-) -> list[str]:
-    """Returns the sides that do some work: amp_ext's, torch's and those of found packages."""
-    plain = without_scaler(work)
-    peers = [side for side, (_, why) in found.items() if not why]
-    return sides_of(plain, device) + [
-        side for side in peers if plain in (*PEERS[side].does, *PEERS[side].differs)
-    ]
 
 
 def make_programs(
@@ -374,13 +310,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not rows:
         parser.error(f"--filter {options.filter!r} matches no row")
-    seconds = 0.05 if options.quick or options.device == "cuda" else 0.15
+    run = functools.partial(run_times, seconds=0.05 if options.quick or device != CPU else 0.15)
+    found = {side: find(peer) for side, peer in PEERS.items() if device.type in peer.devices}
+    versions = {PEERS[side].distribution: v for side, (v, why) in found.items() if not why}
+    result = new_result(device, rows=[])
+    if versions:
+        result["surroundings"].append(", ".join(map(" ".join, versions.items())))
+    result["left_out"] += [f"{side}: {why}" for side, (_, why) in found.items() if why]
+    streaming = make_streaming(device)
 
-    def run(store: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        with contextlib.redirect_stdout(sys.stderr):  # keeps messages of packages out of the table
-            return measure_all(rows, seconds, device, options.seconds, store)
+    def measure(work: Work, shapes: ShapeList) -> None:
+        plain = parse_work(work.name.replace(" + scaler", ""))
+        sides = sides_of(plain, device)
+        for side, (_, why) in found.items():
+            if not why and plain in (*PEERS[side].does, *PEERS[side].differs):
+                sides.append(side)
+        with contextlib.redirect_stdout(sys.stderr):
+            programs = make_programs(work, shapes, sides, device, result["left_out"])
+            row = measure_row(work, shapes, programs, streaming, run)
+        unequal = [side for side in programs if differs(side, plain)]
+        result["rows"].append({**row, "unequal": unequal})
 
-    return run_and_store("peers", options.out, run, markdown)
+    runs = ((row_name(*row), functools.partial(measure, *row)) for row in rows)
+    return run_and_store("peers", options, result, runs, markdown)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 import statistics
 import sys
@@ -39,7 +38,6 @@ from common import (
     new_result,
     notes,
     run_and_store,
-    run_each,
     states_of,
     summarize,
 )
@@ -366,44 +364,7 @@ def train(name: str, side: Side, seed: int, sizes: Sizes, device: torch.device) 
     }
 
 
-# All runs, and their tables.
-
-
-def train_all(
-    chosen: list[tuple[str, Side]],
-    sizes: Sizes,
-    device: torch.device,
-    limit: float = math.inf,
-    store: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
-    """Trains all chosen models and sides with the first seed, then with the other seeds.
-
-    Args:
-        chosen: Pairs of the name of a model and a side.
-        sizes: The sizes of the models.
-        device: The device to train on.
-        limit: Seconds for all runs. A run that might end later is not started.
-        store: A function that is called with the result after each run.
-
-    Returns:
-        A dict with ``surroundings`` (hardware and versions); ``runs``, the results of
-        :func:`train`; and the runs that were ``left_out`` or ``failed``, with reasons.
-    """
-    result = new_result(device, runs=[])
-
-    def run(*of_run: Any) -> None:
-        result["runs"].append(train(*of_run, sizes, device))
-
-    runs = (
-        (
-            f"{name}, {side.group}: {side.name}, seed {seed}",
-            functools.partial(run, name, side, seed),
-        )
-        for seed in range(SEEDS)
-        for name, side in chosen
-    )
-    run_each(runs, result, limit, store)
-    return result
+# The tables of all runs.
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -443,7 +404,7 @@ def show(figure: tuple[float | None, float | None], form: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Trains, prints the tables, and writes the files of ``--out``."""
+    """Trains each side with the first seed, then with the others; prints and writes the tables."""
     parser = make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models and 16 steps")
     parser.add_argument("--sides", default="", help="a pattern: only the sides with such names")
@@ -454,8 +415,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes, device = TINY if options.tiny else FULL, torch.device(options.device)
     if options.tiny:
         torch.set_num_threads(1)  # more threads gain nothing with such small tensors
-    run = functools.partial(train_all, chosen, sizes, device, options.seconds)
-    return run_and_store("training", options.out, run, markdown)
+    result = new_result(device, runs=[])
+
+    def run(*of_run: Any) -> None:
+        result["runs"].append(train(*of_run, sizes, device))
+
+    runs = (
+        (
+            f"{name}, {side.group}: {side.name}, seed {seed}",
+            functools.partial(run, name, side, seed),
+        )
+        for seed in range(SEEDS)
+        for name, side in chosen
+    )
+    return run_and_store("training", options, result, runs, markdown)
 
 
 if __name__ == "__main__":
