@@ -64,18 +64,14 @@ bool is_of_roots(const char* operation, const std::string& code) {
   return code == "q8s";
 }
 
-// Returns what a step quantizes: the square root of a second moment, any other moment unchanged.
-template <typename Code>
-float as_stored(float moment) {
-  return std::is_same_v<Code, RootCode> ? square_root(moment) : moment;
-}
-
 template <typename Code>
 void encode_block(const float* moments, uint8_t* codes, uint8_t& exponent) {
   float measured[kBlockSize];
   uint32_t largest = 0;
   for (int i = 0; i < kBlockSize; ++i) {
-    measured[i] = Code::measured(as_stored<Code>(moments[i]));
+    // A step quantizes the square root of a second moment, and any other moment unchanged.
+    constexpr bool kIsRoot = std::is_same_v<Code, RootCode>;
+    measured[i] = Code::measured(kIsRoot ? square_root(moments[i]) : moments[i]);
     const uint32_t bits = bits_of(measured[i]) & 0x7fffffffu;
     largest = std::max(largest, Code::lifted(bits, false, 0u));
   }

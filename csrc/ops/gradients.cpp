@@ -101,16 +101,6 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
   write_back();
 }
 
-// Clips checked float64 gradients by a float64 norm. Computes in float64, as torch does.
-void clip_in_float64(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
-  if (grads.empty()) return;
-  const at::NoGradGuard no_grad;
-  const at::Tensor inverse = (total_norm.reshape({}) + 1e-6).reciprocal();
-  const at::Tensor coefficient = (inverse * max_norm).clamp_max(1.0);
-  if (coefficient.is_cpu() && coefficient.item().toDouble() == 1.0) return;
-  for (const at::Tensor& grad : grads) grad.mul_(coefficient);
-}
-
 }  // namespace
 
 void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
@@ -200,7 +190,13 @@ void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double m
   inputs.total_norm = norm.const_data_ptr<float>();
   inputs.max_norm = max_norm;
   multiply(operation, narrow, device, inputs, nullptr, nullptr);
-  clip_in_float64(wide, total_norm, max_norm);
+  if (wide.empty()) return;
+  // Float64 gradients are clipped in float64, as torch does.
+  const at::NoGradGuard no_grad;
+  const at::Tensor inverse = (total_norm.reshape({}) + 1e-6).reciprocal();
+  const at::Tensor coefficient = (inverse * max_norm).clamp_max(1.0);
+  if (coefficient.is_cpu() && coefficient.item().toDouble() == 1.0) return;
+  for (const at::Tensor& grad : wide) grad.mul_(coefficient);
 }
 
 }  // namespace amp_ext

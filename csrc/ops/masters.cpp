@@ -45,22 +45,14 @@ struct Element {
       return is_near ? static_cast<Residual>(SplitHalf16::residual_of(limited, to_float(param)))
                      : Residual{0};
     } else {
-      Storage rounded, parts;
-      Residual residual;
+      Storage rounded;
+      uint32_t param_bits, low_bits;
       from_float(master, rounded);
-      split(master, parts, residual);
-      if (parts.bits == param.bits) return residual;
+      SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
+      if (param_bits == param.bits) return static_cast<Residual>(low_bits);
       constexpr auto kLargest = static_cast<Residual>((1u << (kBits - 1)) - 1u);
       return rounded.bits == param.bits ? kLargest : Residual{0};
     }
-  }
-
- private:
-  static void split(float master, Storage& param, Residual& residual) {
-    uint32_t param_bits, low_bits;
-    SplitMaster<Storage, kBits>::split(master, false, 0u, param_bits, low_bits);
-    param.bits = static_cast<uint16_t>(param_bits);
-    residual = static_cast<Residual>(low_bits);
   }
 };
 
