@@ -127,36 +127,17 @@ def many_elements(border: int) -> None:
 # Many steps.
 
 
-def make_loop() -> Callable[[int], None]:
-    """Returns a training step with some overflows, and a reload every 100 steps."""
+def many_steps(count: int) -> None:
+    """Trains with some overflows; raises if resources grow in the last two thirds of the steps.
+
+    The first third of the steps fills the pools of the allocator. Every 100 steps, optimizer and
+    scaler load their own states.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)).bfloat16()
     optimizer = amp_ext.optim.AdamW(model.named_parameters(), lr=1e-4, max_grad_norm=1.0)
     scaler = amp_ext.GradScaler("cpu", 2.0**10, growth_interval=15, max_scale=2.0**12)
     batch = torch.randn(8, 16, dtype=torch.bfloat16)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        scaler.scale(model(batch).float().square().mean()).backward()
-        if number % 37 == 0:
-            model[0].weight.grad[0, 0] = INF
-        if number % 10 == 0:
-            scaler.unscale_(optimizer) if number % 20 else amp_ext.find_nonfinite(model)
-        scaler.step(optimizer)
-        scaler.update()
-        if number % 100 == 0:
-            optimizer.load_state_dict(optimizer.state_dict())
-            scaler.load_state_dict(scaler.state_dict())
-
-    return step
-
-
-def many_steps(count: int) -> None:
-    """Takes ``count`` steps; raises if resources grow in the last two thirds of the steps.
-
-    The first third of the steps fills the pools of the allocator.
-    """
-    step = make_loop()
 
     def held() -> dict[str, int]:
         gc.collect()
@@ -169,7 +150,17 @@ def many_steps(count: int) -> None:
         if number == count // 3:
             held()  # a first call allocates the memory that the measurement itself needs
             before = held()
-        step(number)
+        optimizer.zero_grad()
+        scaler.scale(model(batch).float().square().mean()).backward()
+        if number % 37 == 0:
+            model[0].weight.grad[0, 0] = INF
+        if number % 10 == 0:
+            scaler.unscale_(optimizer) if number % 20 else amp_ext.find_nonfinite(model)
+        scaler.step(optimizer)
+        scaler.update()
+        if number % 100 == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+            scaler.load_state_dict(scaler.state_dict())
     after = held()
     for what, most in MOST_GROWTH.items():
         if after[what] > before[what] + most:
