@@ -144,11 +144,6 @@ def stored_in(buffers: list[str], computed: str) -> str:
     return buffers[0].removeprefix("Plain<").removesuffix(">") if buffers else computed
 
 
-def is_fast(signature: str) -> bool:
-    """Returns whether a signature belongs to the fast path of a step."""
-    return "step_kernel<" in signature and ", true>(" in signature.replace("(bool)1", "true")
-
-
 def name_of(signature: str) -> tuple[str, int, int]:
     """Parses the demangled signature of a kernel.
 
@@ -212,7 +207,8 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
     signatures = printed_by(["c++filt"], "\n".join(each.symbol for each in kernels)).splitlines()
     for kernel, signature in zip(kernels, signatures, strict=True):
         kernel.name, kernel.threads, kernel.arrays_of_bytes = name_of(signature)
-        kernel.is_fast = is_fast(signature)
+        is_fast = ", true>(" in signature.replace("(bool)1", "true")
+        kernel.is_fast = is_fast and "step_kernel<" in signature
         kernel.loops = loops_of(kernel.code, kernel.labels)
     return kernels
 
@@ -289,20 +285,15 @@ def check(kernels: list[Kernel], rows: list[Row]) -> list[str]:
     return wrong
 
 
-def find_nvdisasm() -> str:
-    """Returns the path of nvdisasm: on the PATH, next to nvcc, or in a package of this Python."""
+def read(folder: Path) -> list[Kernel]:
+    """Returns the kernels in the compiled files of a folder."""
+    # nvdisasm is on the PATH, next to nvcc, or in a package of this Python.
     nvcc = Path(shutil.which("nvcc") or "nvcc")
     folders = [*os.get_exec_path(), f"{os.environ.get('CUDA_HOME', '')}/bin", nvcc.parent]
     folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin"))
-    found = shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
-    if found is None:
+    nvdisasm = shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
+    if nvdisasm is None:
         sys.exit("check_machine_code.py: nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
-    return found
-
-
-def read(folder: Path) -> list[Kernel]:
-    """Returns the kernels in the compiled files of a folder."""
-    nvdisasm = find_nvdisasm()
     cubins = sorted([*folder.glob("*.compute_*.cubin"), *folder.glob("*.sm_*.cubin")])
     if not cubins:
         sys.exit(f"check_machine_code.py: there is no machine code in {folder}")
