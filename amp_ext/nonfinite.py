@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -47,8 +46,17 @@ def find_nonfinite(
         if scaler.last_step_skipped(optimizer, wait=True):
             print(amp_ext.find_nonfinite(model))  # {"head.weight": 12}
     """
+    if isinstance(source, torch.nn.Module):
+        named = [*source.named_parameters(), *(source.named_buffers() if params else ())]
+    elif hasattr(source, "param_groups"):
+        named = list(zip(names_of_params(source), params_of(source), strict=True))
+    else:
+        raise TypeError(
+            "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "
+            f"{type(source).__name__}"
+        )
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _named_tensors(source, params):
+    for name, tensor in named:
         scanned = tensor if params else tensor.grad
         if scanned is None:
             continue
@@ -83,27 +91,8 @@ def check_for_overflow(model: torch.nn.Module) -> bool:
     """
     counts = find_nonfinite(model)
     if counts:
-        _LOGGER.warning("check_for_overflow: inf or NaN in %s", _listed(counts))
+        shown = [f"{name} ({count})" for name, count in list(counts.items())[:_NAMED_AT_MOST]]
+        rest = len(counts) - len(shown)
+        listed = ", ".join(shown) + (f" and {rest} more" if rest else "")
+        _LOGGER.warning("check_for_overflow: inf or NaN in %s", listed)
     return bool(counts)
-
-
-def _named_tensors(
-    source: torch.nn.Module | torch.optim.Optimizer, params: bool
-) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(source, torch.nn.Module):
-        yield from source.named_parameters()
-        if params:
-            yield from source.named_buffers()
-    elif hasattr(source, "param_groups"):
-        yield from zip(names_of_params(source), params_of(source), strict=True)
-    else:
-        raise TypeError(
-            "find_nonfinite: source must be a torch.nn.Module or a torch.optim.Optimizer, got "
-            f"{type(source).__name__}"
-        )
-
-
-def _listed(counts: dict[str, int]) -> str:
-    shown = [f"{name} ({count})" for name, count in list(counts.items())[:_NAMED_AT_MOST]]
-    rest = len(counts) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
