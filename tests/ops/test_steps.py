@@ -182,12 +182,14 @@ def test_written_tensors_get_a_new_version_and_gradients_that_are_written_back(
     device, operation, options
 ):
     for writes_back in (False, True) if cases.OPERATIONS[operation].has_scaler else (False,):
-        lists = cases.build(operation, options, [(5,)], cases.WITH_MASTERS, device)
+        lists = cases.build(operation, options, [(5,), (5,)], cases.WITH_MASTERS, device)
         more = {"max_grad_norm": 1e-3, "write_back_grads": True} if writes_back else {}
-        before = {name: tensors[0]._version for name, tensors in lists.items()}
+        before = {name: [each._version for each in tensors] for name, tensors in lists.items()}
         cases.run(operation, lists, **more, **options)
-        for name, (tensor,) in lists.items():
-            assert (tensor._version > before[name]) == (name != "grads" or writes_back), name
+        for name, tensors in lists.items():
+            is_written = name != "grads" or writes_back
+            for index, (tensor, version) in enumerate(zip(tensors, before[name], strict=True)):
+                assert (tensor._version > version) == is_written, f"{name}[{index}]"
 
 
 # Layouts: the bits of contiguous tensors, and no other memory written.
