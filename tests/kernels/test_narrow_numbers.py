@@ -160,6 +160,15 @@ def test_a_split_master_is_that_of_the_reference(device, operation, options, dty
     assert_stores_as_the_reference(lists, operation, options, "", 5)
 
 
+@pytest.mark.parametrize("code", ["", "q8h", "q8s"])
+def test_a_floor_of_adam_counts_beside_narrow_moments(device, code):
+    """No fast path may leave it out."""
+    options = {"beta2": 0.999, "denominator_floor": 0.7, "dither": True}
+    dtypes = Dtypes(BF16, BF16, F32 if code else BF16)
+    lists = moved(build_coded("adam_", options, code, dtypes, step=4), device)
+    assert_stores_as_the_reference(lists, "adam_", options, code, 5)
+
+
 @pytest.mark.parametrize(
     ("taken", "limits"),
     rows(
