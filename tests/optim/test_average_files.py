@@ -45,6 +45,17 @@ def test_it_is_torchs_average_in_its_files_too():
     assert all(map(same_bits, average.averages, reference))
 
 
+def test_an_average_of_some_steps_keeps_its_rhythm_after_a_file_of_torch():
+    model = model_of()
+    optimizer, average, theirs = trained(model, every=2)
+    average.load_state_dict(theirs.state_dict() | {"n_averaged": 3})
+    taken = []
+    for _ in range(4):
+        step(optimizer)
+        taken.append(average.n_averaged.item())
+    assert taken == [3, 4, 4, 5]
+
+
 class WithExtraState(nn.Linear):
     """A layer with something else in its state dict, as TransformerEngine's layers have."""
 
