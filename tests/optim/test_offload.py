@@ -472,6 +472,17 @@ def test_norm_that_the_step_measures_itself_skips_under_a_scaler() -> None:
     assert_same_bits(*optimizers)
 
 
+def test_skipped_first_step_leaves_the_states_that_it_creates_without_offload() -> None:
+    optimizers = beside_offloaded()
+    give_grads(*optimizers)
+    for optimizer in optimizers:
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+        del optimizer.found_inf
+        assert len(optimizer.state) == len(cases.FORM_SHAPES)
+    assert_same_bits(*optimizers)
+
+
 def test_step_inside_an_autocast_scope_leaves_no_stale_weight() -> None:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
