@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import os
 import sys
@@ -150,6 +151,12 @@ def test_wrong_steps_are_noticed(monkeypatch, name, options, words, dtype):
     wrong = functools.partial(operator.attrgetter(name)(amp_ext), **options)
     monkeypatch.setattr(f"amp_ext.{name}", wrong)
     assert words in check(torch.device("cpu"), dtype)
+
+
+def test_a_parameter_that_becomes_nan_is_noticed(monkeypatch):
+    results = [(torch.full((3,), value), 128.0) for value in (math.nan, 1.0)]
+    monkeypatch.setattr("amp_ext.info.check._train", Mock(side_effect=results))
+    assert "nan away from torch's" in check(torch.device("cpu"), torch.float32)
 
 
 def test_steps_that_fail_are_shown_with_a_cure(pretend, info, monkeypatch):
