@@ -700,6 +700,18 @@ def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(
     give(scaler, params, [torch.ones(3), torch.ones(4)])
 
 
+def test_a_gradient_that_a_step_hook_gives_under_a_scaler_is_refused(
+    scaled: tuple[AdamW, Any, list[Any]],
+) -> None:
+    optimizer, scaler, params = scaled
+    handle = optimizer.register_step_pre_hook(
+        lambda *_: setattr(params[1], "grad", torch.ones(4))  # after the scan of the scaler
+    )
+    with pytest.raises(RuntimeError, match="before the scaler's update"):
+        scaler.step(optimizer)
+    handle.remove()
+
+
 def test_without_a_scaler_the_step_of_any_scaler_is_refused() -> None:
     for scaler in (torch.amp.GradScaler("cpu"), cpu_scaler()):
         params = make_params(F32, shapes=[(3,)])
