@@ -781,6 +781,18 @@ def test_a_step_without_any_gradient_does_nothing(scaled: bool) -> None:
     assert params[0].grad is None
 
 
+def test_an_overflow_of_a_batch_that_is_given_up_skips_no_later_step() -> None:
+    params, optimizer, scaler = released_params((3,), (4,), scaler=cpu_scaler())
+    give(scaler, params[:1], [torch.full((3,), float("inf"))])
+    with pytest.warns(UserWarning, match="1 of 2 parameters had been stepped"):
+        optimizer.zero_grad()
+    give(scaler, params, [torch.ones(3), torch.ones(4)])
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.last_step_skipped() is False
+    assert scaler.get_scale() == 1024.0
+
+
 def test_a_hook_that_raises_leaves_the_rest_unstepped() -> None:
     model = network()
     fails = [True]
