@@ -202,7 +202,6 @@ void StepBatch::clear() {
 void Step::clear() {
   for (size_t i = 0; i < in_use_; ++i) batches_[i].clear();
   in_use_ = 0;
-  examples_.clear();
 }
 
 std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const {
@@ -373,9 +372,12 @@ void Step::check_buffers(const ParamTensors& tensors, const StepGroups& groups,
         "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
 }
 
-bool Step::add_like_example(const ParamTensors& tensors) {
+bool Step::add_like_example(const ParamTensors& tensors, const StepGroups::Group& group) {
   const auto found = std::find_if(examples_.begin(), examples_.end(), [&](const Example& one) {
-    return one.kinds == tensors.kinds && one.group == tensors.group;
+    return one.kinds == tensors.kinds && one.group == tensors.group &&
+           one.keys == tensors[kParam].key_set() &&
+           one.writes_grad == group.hyperparameters->write_back_grads &&
+           one.dithered == group.dithered;
   });
   if (found == examples_.end()) return false;
   const at::Tensor& param = tensors[kParam];
@@ -401,7 +403,7 @@ bool Step::add_like_example(const ParamTensors& tensors) {
     elements[part] = static_cast<char*>(const_cast<void*>(begin)) + offset;
     if (is_written) written[written_count++] = &impl;
   }
-  StepBatch& batch = batches_[found->batch];
+  StepBatch& batch = batch_of(found->device, found->kernel);
   batch.written.insert(batch.written.end(), written.begin(), written.begin() + written_count);
   batch.written_ends.push_back(batch.written.size());
   KernelTensorArgs& args = batch.all_args.emplace_back(found->args);
@@ -422,7 +424,7 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   const at::Tensor& param = tensors[kParam];
   const StepGroups::Group& group = groups.groups[tensors.group];
   const bool writes_grad = group.hyperparameters->write_back_grads;
-  if (add_like_example(tensors)) return;
+  if (add_like_example(tensors, group)) return;
   const Master master = master_in(tensors);
   check_tensors(tensors, groups, master);
   const auto kernel = groups.kernels[tensors.buffer_count];
@@ -500,9 +502,10 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
               " must be given to dither, got None");
   batch.written_ends.push_back(batch.written.size());
   const bool has_copies = !batch.copies.empty() && batch.copies.back().of_args == number;
-  if (!has_codes && !has_copies && !param.is_inference() && examples_.size() < kMaxExamples) {
-    Example example{tensors.kinds, tensors.group, param.key_set(), args, &batch - batches_.data(),
-                    writes_grad};
+  if (!has_codes && !has_copies && !param.is_inference()) {
+    if (examples_.size() == kMaxExamples) examples_.clear();
+    Example example{tensors.kinds,  tensors.group, param.key_set(), args,
+                    param.device(), *kernel,       writes_grad,     group.dithered};
     for (int part = 0; part < kTensorParts; ++part) {
       if (tensors.tensors[part] == nullptr) continue;
       example.parts[example.count++] = static_cast<int8_t>(part);

@@ -156,7 +156,7 @@ class AMP_EXT_API Step {
   void check_buffers(const ParamTensors& tensors, const StepGroups& groups, Master master) const;
   // Adds a parameter that differs from an earlier one only in its sizes and memory. Returns false
   // if there is none like it, or if a tensor is not contiguous.
-  bool add_like_example(const ParamTensors& tensors);
+  bool add_like_example(const ParamTensors& tensors, const StepGroups::Group& group);
   StepBatch& batch_of(const at::Device& device, OptimizerKernel kernel);
 
   std::string operation_;
@@ -164,15 +164,17 @@ class AMP_EXT_API Step {
   std::vector<std::string> buffer_names_;
   std::vector<StepBatch> batches_;
   size_t in_use_ = 0;  // number of batches that have parameters
-  // A parameter of this step that passed all checks, with contiguous tensors and without codes.
+  // What a parameter was that passed all checks, with dense tensors and without codes.
   struct Example {
     std::array<uint32_t, kTensorParts> kinds;
     int64_t group;
     c10::DispatchKeySet keys;
     KernelTensorArgs args;  // of one of them
-    ptrdiff_t batch;        // its index
+    c10::Device device;
+    OptimizerKernel kernel;
     bool writes_grad;
-    int count = 0;  // number of tensors, whose parts are in `parts`
+    uint8_t dithered;  // as in StepGroups::Group
+    int count = 0;     // number of tensors, whose parts are in `parts`
     std::array<int8_t, kTensorParts> parts{};
     std::array<int64_t, kTensorParts> itemsizes{};  // bytes
   };
