@@ -219,8 +219,10 @@ bool is_param(PyObject* object) {
          THPVariable_Check(object);
 }
 
-// Prefetches the first bytes of an object, which may lie in two cache lines.
+// Prefetches the first bytes of an object, which may lie in two cache lines. Does nothing for null,
+// such as the storage of a sparse tensor: prefetching null searches the page tables.
 AMP_EXT_INLINE void prefetch_begin(const void* object) {
+  if (object == nullptr) return;
   __builtin_prefetch(object);
   __builtin_prefetch(static_cast<const char*>(object) + 63);
 }
@@ -461,8 +463,7 @@ bool CompiledStepper::collect_block(Collected* block, const ParamPlace* places, 
       if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     }
     block[i].entries = value;
-    const auto* const autograd = block[i].param->unsafeGetTensorImpl()->autograd_meta();
-    if (autograd != nullptr) prefetch_begin(autograd);  // has the gradient
+    prefetch_begin(block[i].param->unsafeGetTensorImpl()->autograd_meta());  // has the gradient
     if (value != nullptr) prefetch(reinterpret_cast<PyDictObject*>(value));
   }
   for (size_t i = 0; i < count; ++i) {
@@ -485,7 +486,7 @@ bool CompiledStepper::collect_block(Collected* block, const ParamPlace* places, 
     if (block[i].grad == nullptr) continue;
     if (block[i].entries != nullptr && block[i].is_readable) take_entries(block[i]);
     for (PyObject* const each : block[i].found) {
-      if (each != nullptr) prefetch_begin(each);  // prefetching null searches the page tables
+      prefetch_begin(each);
     }
     prefetch_begin(storage_of(*block[i].grad));
   }
