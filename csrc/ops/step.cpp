@@ -388,6 +388,8 @@ bool Step::add_like_example(const ParamTensors& tensors, const StepGroups::Group
   for (int i = 0; i < found->count; ++i) {
     const int part = found->parts[i];
     c10::TensorImpl& impl = *tensors[part].unsafeGetTensorImpl();
+    // A sparse tensor has other keys, and no storage.
+    if (impl.key_set() != found->keys || !impl.is_contiguous()) return false;
     c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
     const bool is_residual = part == kMaster && is_split(found->args.master);
     const bool fits = part == kStep ? impl.numel() == 1
@@ -395,9 +397,7 @@ bool Step::add_like_example(const ParamTensors& tensors, const StepGroups::Group
                                     : are_same(impl.sizes(), sizes);
     const int64_t offset = impl.storage_offset() * found->itemsizes[part];
     const auto end = static_cast<size_t>(offset + impl.numel() * found->itemsizes[part]);
-    if (!fits || impl.key_set() != found->keys || !impl.is_contiguous() || end > storage.nbytes()) {
-      return false;
-    }
+    if (!fits || end > storage.nbytes()) return false;
     const bool is_written = part != kGrad || found->writes_grad;
     const void* const begin = is_written ? storage.mutable_data() : storage.data();
     elements[part] = static_cast<char*>(const_cast<void*>(begin)) + offset;
