@@ -286,11 +286,10 @@ void Step::check_tensors(const ParamTensors& tensors, const StepGroups& groups,
       check(part, tensor.numel() == 1, "one element, got sizes ", tensor.sizes());
       check(part, tensor.scalar_type() == at::kFloat, at::kFloat, ", got ", tensor.scalar_type());
     } else if (part == kMaster && tensor.scalar_type() != at::kFloat) {
-      // Parameters whose residuals do not fit are refused with the sizes of the residual.
-      const bool is_contiguous =
-          is_plain(tensor) && tensor.is_contiguous() && has_all_elements(tensor);
-      if (!is_contiguous ||
-          !has_residual_sizes(tensor, param)) {  // builds the name only for an error
+      // Parameters whose residuals do not fit are refused with the sizes of the residual. The name
+      // is built for an error only.
+      const bool is_dense = is_plain(tensor) && tensor.is_contiguous() && has_all_elements(tensor);
+      if (!is_dense || !has_residual_sizes(tensor, param)) {
         check_is_residual(operation_, name_of(tensors, part, groups), tensor, param);
       }
     } else if (part != kExponents) {

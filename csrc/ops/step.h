@@ -164,16 +164,17 @@ class AMP_EXT_API Step {
   std::vector<std::string> buffer_names_;
   std::vector<StepBatch> batches_;
   size_t in_use_ = 0;  // number of batches that have parameters
-  // What a parameter was that passed all checks, with dense tensors and without codes.
+  // The dtypes, devices and keys of a parameter that passed all checks, with dense tensors and
+  // without codes. A Step keeps a few such examples, but no tensor, from one step to the next.
   struct Example {
     std::array<uint32_t, kTensorParts> kinds;
     int64_t group;
     c10::DispatchKeySet keys;
-    KernelTensorArgs args;  // of one of them
+    KernelTensorArgs args;  // the arguments of that parameter, whose addresses are not used
     c10::Device device;
     OptimizerKernel kernel;
     bool writes_grad;
-    uint8_t dithered;  // as in StepGroups::Group
+    uint8_t dithered;  // StepGroups::Group::dithered of its group
     int count = 0;     // number of tensors, whose parts are in `parts`
     std::array<int8_t, kTensorParts> parts{};
     std::array<int64_t, kTensorParts> itemsizes{};  // bytes

@@ -688,7 +688,7 @@ void CompiledStepper::remember_masters() {
       continue;
     }
     seen.master = THPVariable_Unpack(one.object).storage().getWeakStorageImpl();
-    seen.param = {param.storage().getWeakStorageImpl(), version};
+    SeenTensor::remember(seen.param, param, version);
     seen.data = param.const_data_ptr();
     seen.layout = layout_of(param);
   }

@@ -93,7 +93,7 @@ struct Shard {
 // Takes the steps of one Python optimizer. Its memory, which the next step reuses, is the only
 // thing that stays between steps, except for what a step can't read: to which parameters float32
 // masters were rounded, which gradients still carry the loss scale, and what the last scan has
-// found.
+// found. (Step also keeps the dtypes and devices of usual parameters, to make fewer checks.)
 class CompiledStepper {
  public:
   // What a step is asked to do.
