@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 STEPS = 2000
 SHAPE = (64, 64)
-CHARACTERS = 48  # of the text that the model learns
+CHARACTERS = 48  # length of the text that the model learns
 
 
 def scales(decades: float, generator: torch.Generator) -> Tensor:

@@ -3,10 +3,10 @@
     python examples/char_gpt.py                               # about a minute on two cores
 
 The training text ships with Python: the topics that ``help()`` shows. Parameters and gradients are
-fp16. amp_ext.optim.AdamW keeps fp32
-masters and clips by norm inside its step, the trainer accumulates gradients and scales the loss,
-and the learning rate warms up and then falls along a cosine. Matrix products are computed in fp16
-on a GPU and in fp32 on a CPU, because most CPUs take 10 times as long for fp16.
+fp16. amp_ext.optim.AdamW keeps fp32 masters and clips by norm inside its step, the trainer
+accumulates gradients and scales the loss, and the learning rate warms up and then falls along a
+cosine. Matrix products are computed in fp16 on a GPU and in fp32 on a CPU, because most CPUs take
+10 times as long for fp16.
 
 The loss scale starts too high on purpose. Expect about eight skipped steps, then a scale that
 settles around its limit, and a validation loss near 2.1 nats per character. After half of the steps

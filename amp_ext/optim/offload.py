@@ -206,7 +206,8 @@ class OffloadedStates:
         self._move(optimizer, self._transport.device, None)
         self._transport.close()
         self._pool.shutdown()
-        del self.inner, self._hosts, self._buffers  # they refer to the host memory
+        # These attributes refer to the host memory.
+        del self.inner, self._hosts, self._buffers
 
     def __enter__(self) -> OffloadedStates:
         """Returns the handle; leaving the context calls :meth:`remove`."""
@@ -467,7 +468,8 @@ class OffloadedStates:
         """
         optimizer = self._optimizer()
         if param not in self._hosts:
-            self.synchronize()  # it was frozen when the iteration began, or is in no group
+            # The parameter was frozen when the iteration began, or is in no group.
+            self.synchronize()
         host = self._hosts.get(param)
         if host is None:
             return False

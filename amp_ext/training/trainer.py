@@ -167,7 +167,7 @@ class MixedPrecisionTrainer:
             param.dtype == config.dtype for param in model.parameters() if param.is_floating_point()
         )
         self._accumulated = 0
-        self._loss: Tensor | None = None  # of the last batch
+        self._loss: Tensor | None = None  # loss of the last batch
         # Whether the last step was skipped; None once the scheduler knows.
         self._last_skipped: Tensor | bool | None = None
 
@@ -437,7 +437,7 @@ class MixedPrecisionTrainer:
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
             "extra": extra,
         }
-        target = os.path.realpath(path)  # of a symbolic link, what it points to
+        target = os.path.realpath(path)  # the file that a symbolic link points to
         temporary = f"{target}.{secrets.token_hex(8)}.tmp"
         try:
             with open(temporary, "wb") as file:
