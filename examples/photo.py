@@ -271,7 +271,7 @@ def draw(results: Results, photo: Tensor, settings: Settings, path: Path) -> Non
         f"The loss of a step is divided by k = {settings.tiles}, as gradient accumulation over k "
         "tiles does. Without scaling, gradients that are too small for fp16 become 0. The scale "
         f"doubles after {GROWTH_INTERVAL} good steps (default: 2000), to show its search and the "
-        f"steps it skips. {len(results[FP32])} seeds."
+        f"steps it skips. Seeds: {len(results[FP32])}."
     )
     write_figure(figure, caption, path)
 
