@@ -134,7 +134,7 @@ cmake-routes: $(INSTALLED)  ## Builds a program in C++ on the ways that compile 
 	@env -i PATH="$$(getconf PATH)" $(CMAKE) --build build/cmake_routes/outside
 	@env -i build/cmake_routes/outside/smoke
 
-gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kernels, training, offload or tests
+gpu-check:  ## Checks and times on a GPU, in the present environment; LIST=kernels, training, offload, muon or tests
 	@PATH='$(PATH_BEFORE)' PYTHON=$(if $(INSTALLED),$(BASE_PYTHON),$(PYTHON)) \
 	    scripts/gpu_check.sh --list $(LIST) $(FOLDER)
 

@@ -31,6 +31,7 @@ class Shard:  # what a step needs to know of a parameter that may be a DTensor
 class CompiledStepper:  # half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
     step_applied: Tensor | None  # [] float32, 0 if the last step was skipped; None if not tracked
+    skipped_matrices: Tensor | None  # [] int64, matrices that Muon left as they were; or None
     tracks_step_applied: bool
     progress: str  # how many parameters a failed step has updated: "3 of 8 parameters"; or ""
     def __init__(self, optimizer: str, hyperparameters: str) -> None: ...

@@ -93,6 +93,7 @@ __all__ = [
     "dequantize_ratios",
     "join_fp32",
     "lion_",
+    "muon_",
     "optimizer_update_",
     "quantize_blockwise",
     "quantize_ratios",
@@ -460,6 +461,110 @@ def sgd_(
             "sgd_: momentum_buffers must be given if and only if momentum is not 0, got momentum "
             f"{momentum}"
         )
+
+
+@operation(
+    writes=(
+        "params",
+        "momentum_buffers",
+        "steps",
+        "master_params",
+        "grad_norm",
+        "skipped_matrices",
+    ),
+    without=("exponents",),
+)
+def muon_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    *,
+    steps: Sequence[Tensor] | None = None,
+    master_params: Sequence[Tensor] | None = None,
+    lr: float | Tensor,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+    transposed: bool = False,
+    flatten: bool | None = None,
+    scratch_bytes: int = 2**28,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    sum_of_squares: Tensor | None = None,
+    grad_norm: Tensor | None = None,
+    skip_nonfinite: bool = False,
+    dither: bool = False,
+    skipped_matrices: Tensor | None = None,
+    exponents: Sequence[Tensor] | None = None,
+) -> None:
+    """Takes one step of Muon for all parameters, which are matrices.
+
+    Args:
+        params: Parameters in float32, float16 or bfloat16. See the module for this and all
+            arguments that are not listed here.
+        momentum_buffers: Running averages of the gradients, float32, bfloat16 or 8 bits.
+        steps: Step counters. Required with ``dither``, incremented if given.
+        momentum: Decay of the momentum buffer, per step.
+        nesterov: Uses Nesterov momentum.
+        ns_coefficients: The numbers a, b, c of the iteration ``X = aX + (bG + cGG)X``, or those of
+            several steps one after another; the last three are repeated.
+        eps: Smallest norm by which an update is divided before the iteration.
+        ns_steps: Number of steps of the iteration.
+        adjust_lr_fn: See :class:`amp_ext.optim.Muon`, also for the next three.
+        transposed: See there.
+        flatten: See there.
+        scratch_bytes: See there.
+        skip_nonfinite: Counts gradient elements that are inf or NaN as 0.
+        skipped_matrices: One int64. Increased by the number of matrices whose iteration was not
+            finite; they stay as they were.
+
+    Raises:
+        RuntimeError: If lists differ in length, or tensors in shape, device or dtype, or a
+            parameter is not a matrix.
+        ValueError: If an option of the iteration is invalid.
+
+    Reference:
+        Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    """
+    numbers = list(ns_coefficients)
+    triples = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+    matrix_options = {
+        "ns_coefficients": triples,
+        "eps": eps,
+        "ns_steps": ns_steps,
+        "adjust_lr_fn": adjust_lr_fn,
+        "transposed": transposed,
+        "flatten": flatten,
+        "scratch_bytes": scratch_bytes,
+    }
+    _C.muon_(
+        params=params,
+        grads=grads,
+        momentum_buffers=momentum_buffers,
+        steps=steps,
+        master_params=master_params,
+        exponents=exponents,
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        dither=dither,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        clip_value=clip_value,
+        max_grad_norm=max_grad_norm,
+        sum_of_squares=sum_of_squares,
+        grad_norm=grad_norm,
+        skip_nonfinite=skip_nonfinite,
+        matrix_options=matrix_options,
+        skipped_matrices=skipped_matrices,
+    )
 
 
 @operation(writes=("master_params",))

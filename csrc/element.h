@@ -57,7 +57,8 @@ struct TensorConstants {
   T direction;    // sign of the gradient: -1 to maximize, else 1
   uint32_t step;  // number of the step, which selects the dither
   bool write_back_grads;
-  bool skip_nonfinite;
+  bool skip_nonfinite;    // leave elements unchanged if their gradient is inf or NaN
+  bool zeroes_nonfinite;  // such gradients count as 0, because the parameter is only written
 
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
@@ -78,7 +79,8 @@ struct TensorConstants {
             static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
             static_cast<uint32_t>(static_cast<int64_t>(step)),
             hyperparameters.write_back_grads,
-            factor.skip_nonfinite};
+            factor.skip_nonfinite && !kWritesUpdate<typename Functor::Hyperparameters>,
+            factor.skip_nonfinite && kWritesUpdate<typename Functor::Hyperparameters>};
   }
 
   static AMP_EXT_INLINE double read_lr(const CommonHyperparameters& hyperparameters) {
@@ -96,6 +98,9 @@ struct TensorConstants {
   // Returns the gradient, unscaled and clipped. update_element() applies the sign for `maximize`.
   template <typename V>
   AMP_EXT_INLINE V unscale_and_clip(V grad) const {
+    if constexpr (kWritesUpdate<typename Functor::Hyperparameters>) {
+      if (zeroes_nonfinite) grad = select(is_finite(grad), grad, V{});
+    }
     return amp_ext::clip_value(grad * grad_factor, clip_value);
   }
 

@@ -13,9 +13,10 @@
 #include "formats/storage.h"
 #include "formulas/adam.h"
 #include "formulas/lion.h"
+#include "formulas/muon.h"
 #include "formulas/sgd.h"
 
-// Calls X(functor) for each optimizer.
+// Calls X(functor) for each optimizer whose step is one launch.
 #define AMP_EXT_FOR_EACH_OPTIMIZER(X) X(Adam) X(Lion) X(Sgd)
 
 // Calls X(functor, n) for each kernel, which uses the first n buffers of Hyperparameters::kBuffers.
@@ -23,6 +24,7 @@
   X(Adam, 2)                                 \
   X(Adam, 3) /* AMSGrad */                   \
   X(Lion, 1)                                 \
+  X(Muon, 1) /* its update */                \
   X(Sgd, 0)                                  \
   X(Sgd, 1) /* momentum */
 
@@ -34,6 +36,10 @@ inline constexpr int kMaxBuffers = std::max({AMP_EXT_FOR_EACH_OPTIMIZER_KERNEL(A
 #undef AMP_EXT_COUNT
 static_assert(kMaxBuffers <= 7, "the bits of `dithered` in a record tell up to 7 buffers apart");
 
+// True for the kernel that writes an update in place of the parameter.
+template <typename Hyperparameters>
+inline constexpr bool kWritesUpdate = std::is_same_v<Hyperparameters, MuonHyperparameters>;
+
 // Formats of a gradient, its parameter, and the parameter's buffers (Uniform or Coded).
 template <typename GradFormat, typename ParamFormat, typename BuffersOfParam>
 struct Combination {
@@ -41,6 +47,13 @@ struct Combination {
   using Param = ParamFormat;
   using Buffers = BuffersOfParam;
   using T = typename ComputeType<typename Param::Stored>::type;  // type of the computation
+  static constexpr bool kParamIsUpdate = false;
+};
+
+// Formats of a gradient and a momentum with which a bfloat16 update is written.
+template <typename GradFormat, typename BuffersOfParam>
+struct UpdateCombination : Combination<GradFormat, Plain<BFloat16>, BuffersOfParam> {
+  static constexpr bool kParamIsUpdate = true;
 };
 
 // Formats of all arrays of one kernel. Its buffers are the first ones of Hyperparameters::kBuffers.
@@ -95,7 +108,9 @@ using FormatsOf = typename FormatsAt<Combination, Hyperparameters,
 template <typename Combination, typename Hyperparameters, int kBuffers>
 constexpr bool is_compiled() {
   using Buffers = typename Combination::Buffers;
-  if constexpr (Buffers::kAreCoded) {
+  if constexpr (Combination::kParamIsUpdate != kWritesUpdate<Hyperparameters>) {
+    return false;
+  } else if constexpr (Buffers::kAreCoded) {
     return BufferDescriptions::of<Hyperparameters>(kBuffers).are_taken_in(Buffers::kCodes);
   } else {
     // Without buffers, all Uniform formats would give the same kernel.
@@ -149,8 +164,17 @@ using WithFloat32 = typename WithBuffers<Param, Uniform<float>>::Type;
 template <typename Param>
 using WithBFloat16 = typename WithBuffers<Param, Uniform<BFloat16>>::Type;
 template <typename Param>
-struct WithOthers {
-  using Type = typename WithMastersAndCodes<Param>::Type;
+struct WithOthers;
+template <>
+struct WithOthers<BFloat16> {
+  template <typename Buffers>
+  using Updates = Combinations<UpdateCombination<Plain<float>, Buffers>,
+                               UpdateCombination<Plain<Half>, Buffers>,
+                               UpdateCombination<Plain<BFloat16>, Buffers>>;
+  using AllUpdates =
+      decltype(joined(joined(Updates<Uniform<float>>(), Updates<Uniform<BFloat16>>()),
+                      Updates<Coded<Codes::kAll>>()));
+  using Type = decltype(joined(WithMastersAndCodes<BFloat16>::Type(), AllUpdates()));
 };
 template <>
 struct WithOthers<Half> {

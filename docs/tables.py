@@ -44,7 +44,7 @@ def optimizers() -> list[Kind]:
 
 def made(kind: Kind, dtype: torch.dtype = torch.float32, **options: Any) -> FusedOptimizer:
     """Returns an optimizer of one parameter."""
-    return kind([torch.nn.Parameter(torch.zeros(SIZE, dtype=dtype))], **options)
+    return kind([torch.nn.Parameter(torch.zeros(8, SIZE // 8, dtype=dtype))], **options)
 
 
 def state_of(kind: Kind, dtype: torch.dtype = torch.float32, **options: Any) -> Options:
@@ -164,8 +164,7 @@ def options(of_torch: bool) -> str:
         defaults = [made(kind).defaults[name] for kind in of]
         if all(default == defaults[0] for default in defaults):
             defaults = defaults[:1]  # else one for each class
-        # A string is a dtype's name.
-        shown = [f"torch.{value}" if isinstance(value, str) else f"{value}" for value in defaults]
+        shown = [f"torch.{value}" if name == "state_dtype" else f"{value}" for value in defaults]
         rows.append([f"`{name}`", where, listed(shown), what])
     return table(["option", "of", "default", "what it does"], rows)
 

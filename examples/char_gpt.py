@@ -1,6 +1,7 @@
 """Trains a small GPT on characters with fp16 parameters, and resumes it from a checkpoint.
 
     python examples/char_gpt.py                               # about a minute on two cores
+    python examples/char_gpt.py --optimizer muon              # about ten minutes
 
 The training text ships with Python: the topics that ``help()`` shows. Parameters and gradients are
 fp16. amp_ext.optim.AdamW keeps fp32 masters and clips by norm inside its step, the trainer
@@ -13,6 +14,10 @@ settles around its limit, and a validation loss near 2.1 nats per character. Aft
 the program writes a checkpoint. New objects load it and repeat the second half: every loss, scale,
 parameter and state must be bit-identical, otherwise the program returns 1. Writes ``char_gpt.png``
 and ``checkpoint.pt``, and prints a table.
+
+With ``--optimizer muon``, the hidden matrices are stepped by Muon. The program then also trains
+with three learning rates for both optimizers, with Muon's momentum in 8 bits and with other seeds,
+prints the validation losses, and draws them in ``muon.png``.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from presentation import (
@@ -168,6 +175,40 @@ def validate(model: GPT, text: Text, settings: Settings) -> float:
     return torch.stack([loss_of(model, piece) for piece in pieces]).mean().item()
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer with its learning rate. Muon's other parameters are stepped by AdamW."""
+
+    name: str
+    rate: float
+    state_dtype: Any = torch.float32
+    seed: int = 0
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Returns the optimizer of a model."""
+        if self.name == "adamw":
+            return amp_ext.optim.AdamW(model.named_parameters(), lr=self.rate)
+        groups = amp_ext.optim.param_groups_for_muon(
+            model, lr=self.rate, weight_decay=0.01, adamw={"lr": LEARNING_RATE}
+        )
+        return amp_ext.optim.Muon(groups, state_dtype=self.state_dtype)
+
+    def __str__(self) -> str:
+        """Returns the name in tables and pictures."""
+        form = ", 8 bits" if self.state_dtype == "8bit" else ""
+        seed = f", seed {self.seed}" if self.seed else ""
+        return f"{'AdamW' if self.name == 'adamw' else 'Muon'}, {self.rate:g}{form}{seed}"
+
+
+RECIPES = {"adamw": Recipe("adamw", LEARNING_RATE), "muon": Recipe("muon", 0.01)}
+COMPARED = [
+    *(Recipe("adamw", rate) for rate in (1e-3, 2e-3, 4e-3)),
+    *(Recipe("muon", rate) for rate in (0.005, 0.01, 0.02)),
+    *(Recipe("muon", 0.01, seed=seed) for seed in (1, 2)),
+    *(Recipe("muon", 0.01, "8bit", seed) for seed in (0, 1, 2)),
+]
+
+
 @dataclass
 class Curves:
     """Measurements of a run. Each list holds one value per optimizer step."""
@@ -183,12 +224,19 @@ class Curves:
 class Training:
     """The training loop, and all objects that a checkpoint stores."""
 
-    def __init__(self, text: Text, settings: Settings, seed: int, device: str) -> None:
+    def __init__(
+        self,
+        text: Text,
+        settings: Settings,
+        seed: int,
+        device: str,
+        recipe: Recipe = RECIPES["adamw"],
+    ) -> None:
         self.text, self.settings, self.curves = text, settings, Curves()
         torch.manual_seed(seed)
         self.generator = torch.Generator().manual_seed(seed)  # draws the training batches
         self.model = GPT(len(text.alphabet), settings).to(device, torch.float16)
-        self.optimizer = amp_ext.optim.AdamW(self.model.named_parameters(), lr=LEARNING_RATE)
+        self.optimizer = recipe.optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, partial(warm_up_and_cosine, settings=settings)
         )
@@ -324,10 +372,34 @@ def check(first: Training, again: Training, quick: bool) -> dict[str, bool]:
     return claims
 
 
+def compare(text: Text, settings: Settings, device: str, path: Path) -> str:
+    """Trains with each of COMPARED, draws the validation losses, and returns a table of them."""
+    rows = [["optimizer, learning rate", "validation loss, nats", "seconds"]]
+    figure, axes = start_figure("A GPT with fp16 parameters: AdamW and Muon", 5, ncols=1)
+    for recipe in COMPARED:
+        print(recipe, flush=True)
+        training = Training(text, settings, recipe.seed, device, recipe)
+        start = time.perf_counter()
+        training.run(settings.steps)
+        seconds = time.perf_counter() - start
+        losses = training.curves.validations
+        rows.append([str(recipe), f"{losses[settings.steps]:.3f}", f"{seconds:.0f}"])
+        if not recipe.seed:
+            style = "--" if recipe.name == "adamw" else ":" if "8 bits" in str(recipe) else "-"
+            axes.plot([*losses], [*losses.values()], style, label=str(recipe))
+    axes.set(title="Validation loss: nats per character", xlabel="step", yscale="log")
+    finish_axes(axes)
+    write_figure(figure, "Muon steps the hidden matrices, AdamW all other parameters.", path)
+    return format_table(rows)
+
+
 def main() -> int:
     """Reads the command line, trains, resumes, and writes the checkpoint and the figure."""
     quick = "a few seconds, judges only the resumption"
-    arguments = read_options(make_parser(__doc__, "char_gpt", quick, seeds=False))
+    parser = make_parser(__doc__, "char_gpt", quick, seeds=False)
+    parser.add_argument("--optimizer", choices=RECIPES, default="adamw", help="which trains")
+    arguments = read_options(parser)
+    recipe = RECIPES[arguments.optimizer]
     device = arguments.device
     settings = QUICK if arguments.quick else Settings()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic
@@ -336,15 +408,17 @@ def main() -> int:
 
     checkpoint, figure = arguments.out / "checkpoint.pt", arguments.out / "char_gpt.png"
     text, half = Text(device), settings.steps // 2
-    first = Training(text, settings, 0, device)
+    first = Training(text, settings, 0, device, recipe)
     first.run(settings.steps - half)
     first.save(checkpoint)
     first.run(half)
     print(f"Once more from {checkpoint}, by new objects")
-    again = Training(text, settings, 1, device)  # another seed: only `load` makes it equal
+    again = Training(text, settings, 1, device, recipe)  # another seed: only `load` makes it equal
     again.load(checkpoint)
     again.run(half)
     draw(first, again, figure)
+    if recipe.name == "muon":
+        print(compare(text, settings, device, arguments.out / "muon.png"))
     return finish(make_table(first), figure, check(first, again, arguments.quick))
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Checks and measures amp_ext on a GPU. Each of the four lists of checks takes at most nine minutes.
+# Checks and measures amp_ext on a GPU. Each of the five lists of checks takes at most nine minutes.
 #
-#   scripts/gpu_check.sh [--list kernels|training|offload|tests] [--dry-run] [FOLDER]
+#   scripts/gpu_check.sh [--list kernels|training|offload|muon|tests] [--dry-run] [FOLDER]
 #
 #   --list kernels    (default) builds, then tests bits and bandwidth of the kernels, with sanitizers
 #   --list training   builds, then times complete training runs and other packages' optimizers
 #   --list offload    builds, then tests and times steps with states in host memory
+#   --list muon       builds, then tests Muon and times its steps, also in a CUDA graph
 #   --list tests      builds, then runs the whole test suite and times other kernel configurations
 #   --dry-run         prints each check (row) with its time limit, and the sum of the limits
 #   FOLDER            folder for logs, figures and report.txt (results/gpu_check-LIST)
@@ -22,7 +23,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 usage() {
-  echo "usage: scripts/gpu_check.sh [--list kernels|training|offload|tests] [--dry-run] [FOLDER]" >&2
+  echo "usage: scripts/gpu_check.sh [--list kernels|training|offload|muon|tests] [--dry-run] [FOLDER]" >&2
   exit 2
 }
 
@@ -36,7 +37,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $list =~ ^(kernels|training|offload|tests)$ ]] || usage
+[[ $list =~ ^(kernels|training|offload|muon|tests)$ ]] || usage
 out=${out:-results/gpu_check-$list}
 python=${PYTHON:-python3}
 seconds_in_all=${SECONDS_IN_ALL:-540}
@@ -144,6 +145,14 @@ case $list in
     row steps 190 "$python" benchmarks/offload.py --device cuda --check
     row training 110 "$python" benchmarks/training.py --device cuda --seconds 95 --out "$out" \
       --sides 'by hand|float32 masters|split8|5 bytes|offloaded'
+    ;;
+  muon)
+    row float32 45 "$python" benchmarks/muon.py --device cuda --rounds 20
+    row bfloat16 45 "$python" benchmarks/muon.py --device cuda --dtype bfloat16 --rounds 20
+    row bits 140 "${pytest[@]}" -q tests/optim/test_muon.py tests/optim/test_muon_groups.py \
+      -k 'not emulat and not cpu'
+    row memcheck 110 "${sanitize[@]}" --tool memcheck --report-api-errors no "${pytest[@]}" -q \
+      tests/optim/test_muon.py -k 'cuda and (skipped or sixteen or adamw)'
     ;;
   tests)
     parallel=()

@@ -156,7 +156,8 @@ def training_memory(
     Args:
         model: A model, or a number of trainable parameter elements in any form that
             :func:`parse_count` accepts.
-        optimizer: A key of :data:`OPTIMIZERS`.
+        optimizer: A key of :data:`OPTIMIZERS`. With "muon", a model is split by
+            :func:`amp_ext.optim.param_groups_for_muon`; a number counts as matrices.
         released: True counts the largest gradient instead of all, as with
             :func:`amp_ext.optim.release_gradients`. If ``model`` is a number, the largest gradient
             is not known and not counted.
@@ -169,7 +170,8 @@ def training_memory(
         describes it with its own dtypes and the default options of amp_ext's optimizers.
 
     Raises:
-        ValueError: If the optimizer is unknown or ``model`` is not a valid number.
+        ValueError: If the optimizer is unknown or can't be offloaded, or ``model`` is not a valid
+            number.
 
     Example:
         >>> with torch.device("meta"):
@@ -181,23 +183,37 @@ def training_memory(
         raise ValueError(
             f"training_memory: optimizer must be one of {list(OPTIMIZERS)}, got {optimizer!r}"
         )
-    rows: list[Configuration] = [*CONFIGURATIONS]
+    is_muon = optimizer == "muon"
+    if is_muon and offloaded:
+        raise ValueError("training_memory: the states of Muon can't be offloaded")
+    rows = [row for row in CONFIGURATIONS if not (is_muon and row.master_weights == "split8")]
+    of_adamw: set[Any] = set()
     if isinstance(model, nn.Module):
+        if is_muon:
+            groups = optim.param_groups_for_muon(model, adamw={"lr": 0.0})
+            of_adamw = {p for group in groups if "algorithm" in group for p in group["params"]}
         rows.insert(0, Configuration("the model as it is", None))
         buffers = [(each.dtype, each.numel()) for each in model.buffers()]
-        # The dtype, the number of elements, and whether 8-bit states are quantized blockwise.
+        # The dtype, the number of elements, whether 8-bit states are quantized blockwise, and the
+        # formats of states.
         params = [
-            (each.dtype, each.numel(), each.requires_grad, fits_blocks(each, is_over_rows(each)))
+            (
+                each.dtype,
+                each.numel(),
+                each.requires_grad,
+                fits_blocks(each, is_over_rows(each)),
+                _STATES["adamw" if each in of_adamw else optimizer],
+            )
             for each in model.parameters()
         ]
     else:
-        buffers, params = [], [(torch.float32, parse_count(model), True, True)]
+        buffers, params = [], [(torch.float32, parse_count(model), True, True, _STATES[optimizer])]
     usages = []
     for row in rows:
         if optimizer == "amsgrad" and row.state_dtype in CODED_STATES:
             continue  # its maximum has no 8-bit format
         sizes, gradients = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0), [0]
-        for param_dtype, number, is_trained, has_blocks in params:
+        for param_dtype, number, is_trained, has_blocks, codes in params:
             dtype, state_dtype = row._stored_dtype(param_dtype), row.state_dtype
             sizes["parameters"] += number * dtype.itemsize
             if not is_trained:
@@ -207,7 +223,7 @@ def training_memory(
                 sizes["masters"] += number * MASTER_BYTES[row.master_weights]
             elif dtype != torch.float32:
                 state_dtype = None
-            for code in _STATES[optimizer]:
+            for code in codes:
                 sizes["states"] += bytes_of_moment(number, state_dtype or dtype, code, has_blocks)
         sizes["gradients"] = sum(gradients)
         if offloaded:

@@ -4,6 +4,8 @@ from amp_ext.optim.adam import Adam, AdamW
 from amp_ext.optim.checkpoints import float32_state_dict
 from amp_ext.optim.gradient_release import GradientRelease, release_gradients
 from amp_ext.optim.lion import Lion
+from amp_ext.optim.muon import Muon
+from amp_ext.optim.muon_groups import MuonGroups, param_groups_for_muon
 from amp_ext.optim.norm_guard import NormGuard, NormGuardStats
 from amp_ext.optim.offload import OffloadedStates, offload_states
 from amp_ext.optim.sgd import SGD
@@ -23,6 +25,8 @@ __all__ = [
     "GradientRelease",
     "LambdaWeightDecay",
     "Lion",
+    "Muon",
+    "MuonGroups",
     "NormGuard",
     "NormGuardStats",
     "OffloadedStates",
@@ -31,5 +35,6 @@ __all__ = [
     "WeightDecayScheduler",
     "float32_state_dict",
     "offload_states",
+    "param_groups_for_muon",
     "release_gradients",
 ]

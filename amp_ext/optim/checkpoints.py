@@ -17,6 +17,7 @@ from amp_ext.optim.options import (
     CONFIGURED_OPTIONS,
     NAMES_OF_OPTIONS,
     REFUSED_FLAGS,
+    OptimizerDescription,
     names_of_all_buffers,
     with_plain_options,
 )
@@ -88,7 +89,7 @@ def saved_state_dict(
                 ) from None
         raise
     for group in state_dict["param_groups"]:
-        group.update(with_plain_options(optimizer.description, group))
+        group.update(with_plain_options(optimizer.description_of(group), group))
     for key, param in enumerate(params_of(optimizer)):
         if is_flattened(param) and not is_flat(param) and key in state_dict["state"]:
             state_dict["state"][key] = _in_one_dtype(state_dict["state"][key])
@@ -232,7 +233,7 @@ def _without_unused_moments(
     For example, DeepSpeedCPULion writes an unused ``exp_avg_sq`` of zeros.
     """
     of_others = names_of_all_buffers()
-    of_others -= {buffer.name for buffer in optimizer.description.buffers}
+    of_others -= {buffer.name for each in _descriptions(optimizer) for buffer in each.buffers}
     states = dict(state_dict["state"])
     for key, state in states.items():
         if isinstance(state, Mapping):
@@ -247,13 +248,13 @@ def _without_unused_moments(
 def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks that a state dict has all required options, and nothing that would change steps."""
     operation, name = operation_of(optimizer), type(optimizer).__name__
-    options = optimizer.description.options
-    required = [each.name for each in options if each.on_load == "required"]
-    flags = [o.name for o in options if not o.is_read and o.on_load == "off if missing"]
-    is_adam = any(each.name == "amsgrad" for each in options)
     users_may_add = True
     for index, group in enumerate(state_dict["param_groups"]):
         where = f"{operation}: param_groups[{index}]"
+        options = optimizer.description_of(group).options
+        required = [each.name for each in options if each.on_load == "required"]
+        flags = [o.name for o in options if not o.is_read and o.on_load == "off if missing"]
+        is_adam = any(each.name == "amsgrad" for each in options)
         missing = [each for each in required if each not in group]
         # Files of RAdam, Adamax and others lack 'amsgrad'. Those of FusedAdam and of transformers'
         # AdamW have 'bias_correction' or 'correct_bias' instead.
@@ -281,19 +282,24 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
         )
 
 
+def _descriptions(optimizer: FusedOptimizer) -> list[OptimizerDescription]:
+    """Returns the descriptions of the formulas that the optimizer's groups have."""
+    of_groups = map(optimizer.description_of, optimizer.param_groups)
+    return [*dict.fromkeys((optimizer.description, *of_groups))]
+
+
 def _unknown_among(
     optimizer: FusedOptimizer, keys: Iterable[Any], users_may_add: bool
 ) -> list[str]:
     """Returns the keys that the optimizer does not know and that may change what a step does."""
-    description = optimizer.description
     known = {
         *_OF_EVERY_GROUP,
         *_saved_flags(),
         *MASTER_KEYS,
         *optimizer.defaults,
         *(key for group in optimizer.param_groups for key in group),
-        *(option.name for option in description.options),
-        *(buffer.name for buffer in description.buffers),
+        *(option.name for each in _descriptions(optimizer) for option in each.options),
+        *(buffer.name for each in _descriptions(optimizer) for buffer in each.buffers),
     }
     of_others = {*NAMES_OF_OPTIONS, *names_of_all_buffers()}
     texts = dict.fromkeys(key for key in keys if isinstance(key, str) and key not in known)
@@ -419,17 +425,20 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     A missing option of torch gets the value that torch assumes. Other missing options keep the
     values that the optimizer was constructed with.
     """
-    off = {
-        each.name: None if each.type == "unused flag or none" else False
-        for each in optimizer.description.options
-        if each.on_load == "off if missing"
-    }
+
+    def off(group: Options) -> Options:
+        return {
+            each.name: None if each.type == "unused flag or none" else False
+            for each in optimizer.description_of(group).options
+            if each.on_load == "off if missing"
+        }
+
     configured = CONFIGURED_OPTIONS
     pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
             {name: group[name] for name in optimizer.defaults if name in group}
-            | off
+            | off(group)
             | saved
             | {name: group[name] for name in configured if name in group}
             | {"params": None}

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -184,9 +184,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return DESCRIPTIONS[name]
 
+    def description_of(self, group: Mapping[str, Any]) -> OptimizerDescription:
+        """Returns the options and buffers of the formula of a group."""
+        return self.description
+
     def state_spec_of(self, group: dict[str, Any]) -> StateSpec:
         """Returns the specification of the states that the parameters of a group have."""
-        return StateSpec.of(type(self).__name__, self.description, group)
+        return StateSpec.of(type(self).__name__, self.description_of(group), group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch.optim.Optimizer does.
@@ -222,10 +226,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             options: The group; missing options are written into it.
             where: Start of errors, with ``%s`` for the name of the option.
         """
-        for option in self.description.options:
+        description = self.description_of(options)
+        for option in description.options:
             if option.on_load in ("kept", "kept if missing") and option.name in self.defaults:
                 options.setdefault(option.name, self.defaults[option.name])
-        check_group(self.description, options, where)
+        check_group(description, options, where)
 
     def _check_groups(self) -> None:
         """Checks the options that a training loop may have written into the groups."""

@@ -390,7 +390,7 @@ class GradientRelease:
             "max_grad_norm (clip_value works)": any(
                 group["max_grad_norm"] is not None for group in groups
             ),
-            "write_back_grads": any(group["write_back_grads"] for group in groups),
+            "write_back_grads": any(group.get("write_back_grads") for group in groups),
             "a scaler that has a process_group": (
                 scaler is not None and scaler._reduces_over() is not None
             ),

@@ -20,6 +20,7 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.formats import is_16_bit
 from amp_ext.optim.fused_optimizer import FusedOptimizer
+from amp_ext.optim.muon import Muon
 from amp_ext.optim.state_bytes import MASTER_BYTES
 from amp_ext.optim.state_store import PlacedParam
 from amp_ext.optim.transport import Transport, available_host_memory
@@ -86,6 +87,11 @@ def offload_states(
         raise TypeError(
             "offload_states: optimizer must be one of amp_ext.optim, got "
             f"{type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, Muon):
+        raise TypeError(
+            "offload_states: optimizer must not be Muon, whose matrix products a CPU would take "
+            "too long for. Use state_dtype='8bit' and master_weights='split' to save memory"
         )
     if threads is not None and not is_count(threads):
         raise ValueError(

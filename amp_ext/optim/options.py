@@ -51,6 +51,11 @@ _WANTED = {
     "masters": "True, False, 'split' or 'split8'",
     "states": "torch.float32, torch.bfloat16, '8bit-bf16', '8bit' or None",
     "rounding": "'dither', 'nearest' or None",
+    "count": "an integer of at least 0",
+    "flag or none": "True, False or None",
+    "algorithm": "'muon' or 'adamw'",
+    "coefficients": "three numbers, a list of such triples, or 'polar_express'",
+    "adjustment": "'original', 'match_rms_adamw', 'spectral_unclamped' or None",
     "unused flag": "True or False",
     "unused flag or none": "True, False or None",
     "refused flag": "True or False",
@@ -58,6 +63,12 @@ _WANTED = {
 _WANTED_IN_RANGE = {
     "number from 0": "a number of at least 0",
     "limit": "a number of at least 0 or None",
+}
+# Options that are one of several texts, or None.
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "rounding": (None, "dither", "nearest"),
+    "algorithm": ("muon", "adamw"),
+    "adjustment": (None, "original", "match_rms_adamw", "spectral_unclamped"),
 }
 _BELOW_1 = math.nextafter(1.0, 0.0)
 
@@ -102,7 +113,7 @@ class OptimizerDescription:
         self,
         hyperparameters: str,
         own: Sequence[OptionDescription],
-        flags_of_torch: str = "off if missing",
+        flags_of_torch: str | None = "off if missing",
         decoupled_weight_decay: str = "kept if missing",
         counts_from_buffer: bool = False,
     ) -> None:
@@ -111,24 +122,31 @@ class OptimizerDescription:
         Args:
             hyperparameters: See the attribute.
             own: The options that other optimizers lack.
-            flags_of_torch: How a load sets the flags that torch's optimizers share.
+            flags_of_torch: How a load sets the flags that torch's optimizers share; None if the
+                optimizer has none of them.
             decoupled_weight_decay: How a load sets this option.
             counts_from_buffer: See the attribute.
         """
         self.hyperparameters = hyperparameters
         self.counts_from_buffer = counts_from_buffer
         option = OptionDescription
-        self.options = (
-            option("lr", "learning rate", "required", "Invalid learning rate: "),
-            option("weight_decay", "number", "required", "Invalid weight_decay value: "),
-            option("maximize", "flag", flags_of_torch),
-            option("decoupled_weight_decay", "flag", decoupled_weight_decay),
+        kept = (
             option("master_weights", "masters", "kept"),
             option("state_dtype", "states", "kept"),
             option("rounding", "rounding", "kept"),
             option("max_grad_norm", "limit", "kept"),
             option("clip_value", "limit", "kept"),
             option("skip_nonfinite", "flag", "kept"),
+        )
+        if flags_of_torch is None:
+            self.options = (*own, *kept)
+            return
+        self.options = (
+            option("lr", "learning rate", "required", "Invalid learning rate: "),
+            option("weight_decay", "number", "required", "Invalid weight_decay value: "),
+            option("maximize", "flag", flags_of_torch),
+            option("decoupled_weight_decay", "flag", decoupled_weight_decay),
+            *kept,
             option("write_back_grads", "flag", "kept"),
             *own,
             option("foreach", "unused flag or none", flags_of_torch),
@@ -176,6 +194,31 @@ DESCRIPTIONS = {
             counts_from_buffer=True,
         ),
         OptimizerDescription("LionHyperparameters", (_BETAS,), flags_of_torch="kept if missing"),
+        OptimizerDescription(
+            "MuonHyperparameters",
+            (
+                OptionDescription("algorithm", "algorithm", "kept"),
+                OptionDescription(
+                    "lr", "learning rate", "required", "Learning rate should be >= 0 but is: "
+                ),
+                OptionDescription(
+                    "weight_decay", "number", "required", "weight_decay should be >= 0 but is: "
+                ),
+                OptionDescription(
+                    "momentum", "number", "required", "momentum should be >= 0 but is: "
+                ),
+                OptionDescription("nesterov", "flag", "required"),
+                OptionDescription("ns_coefficients", "coefficients", "required"),
+                OptionDescription("eps", "number from 0", "required"),
+                OptionDescription("ns_steps", "count", "required"),
+                OptionDescription("adjust_lr_fn", "adjustment", "required"),
+                OptionDescription("transposed", "flag", "kept"),
+                OptionDescription("flatten", "flag or none", "kept"),
+                OptionDescription("scratch_bytes", "count", "kept"),
+            ),
+            flags_of_torch=None,
+            counts_from_buffer=True,
+        ),
     )
 }
 _ALL_OPTIONS = [each for described in DESCRIPTIONS.values() for each in described.options]
@@ -222,7 +265,8 @@ def check_defaults(description: OptimizerDescription, defaults: Options, where: 
             if not 0.0 <= float(each) <= option.largest:
                 place = f"{index}: " if is_tuple else ""
                 raise ValueError(f"{option.refusal}{place}{format(each)}")
-    if defaults.get("nesterov") and (not defaults["momentum"] or defaults["dampening"]):
+    is_sgd_with_nesterov = "dampening" in defaults and defaults["nesterov"]
+    if is_sgd_with_nesterov and (not defaults["momentum"] or defaults["dampening"]):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
     for name, numbers in tuples.items():
         if {type(number) for number in numbers} not in ({float}, {Tensor}):
@@ -309,11 +353,13 @@ def _fits(kind: str, value: Any) -> bool:
     if kind == "states":
         names = ("float32", "bfloat16", *CODED_STATES)
         return value in (None, torch.float32, torch.bfloat16, *names)
-    if kind == "rounding":
-        return value in (None, "dither", "nearest")
+    if kind in _CHOICES:
+        return value in _CHOICES[kind]
+    if kind == "coefficients":
+        return value == "polar_express" if isinstance(value, str) else bool(value)
     if kind == "learning rate" and isinstance(value, Tensor):
         return value.numel() == 1  # reading it would wait for the device
-    if kind in ("limit", "number from 0"):
+    if kind in ("limit", "number from 0", "count"):
         return value is None or _number(value) >= 0.0
     if kind == "numbers":
         return not any(math.isnan(_number(each)) for each in value)
@@ -390,6 +436,10 @@ def _is_flag(value: Any) -> bool:
     return value is None or isinstance(value, bool) or is_number(value)
 
 
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(is_number, value))
+
+
 # Maps the type of an option to a function that returns True for a value of this type. As in torch,
 # a number may be a bool, or a tensor if torch has the option; a flag may be 0, 1 or None. Values of
 # "states" are checked later.
@@ -407,7 +457,14 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "refused flag": _is_flag,
     "masters": lambda value: _is_flag(value) or isinstance(value, str),
     "states": lambda value: True,
-    "rounding": lambda value: value is None or isinstance(value, str),
+    "count": lambda value: is_number(value) and value == int(value),
+    "flag or none": _is_flag,
+    "coefficients": lambda value: (
+        isinstance(value, str)
+        or _is_triple(value)
+        or (isinstance(value, (tuple, list)) and all(map(_is_triple, value)))
+    ),
+    **dict.fromkeys(_CHOICES, lambda value: value is None or isinstance(value, str)),
 }
 
 

@@ -139,11 +139,19 @@ AMP_EXT_INLINE Vector<uint32_t> larger_word(Vector<uint32_t> a, Vector<uint32_t>
 AMP_EXT_INLINE Vector<float> magnitude_of(Vector<float> value) {
   return bit_cast<Vector<float>>(bit_cast<Vector<uint32_t>>(value) & 0x7fffffffu);
 }
-AMP_EXT_INLINE Vector<float> add_exact_product(Vector<float> a, Vector<float> b, Vector<float> c) {
+AMP_EXT_INLINE Vector<float> fused_multiply_add(Vector<float> a, Vector<float> b, Vector<float> c) {
 #if AMP_EXT_VECTOR_X86 == 64
   return _mm512_maskz_fmadd_ps(0xffff, a, b, c);
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < kLanes<float>; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+AMP_EXT_INLINE Vector<float> add_exact_product(Vector<float> a, Vector<float> b, Vector<float> c) {
+#if AMP_EXT_VECTOR_X86 == 64 || AMP_EXT_VECTOR_X86 == 32
+  return fused_multiply_add(a, b, c);
 #else
   return a * b + c;
 #endif

@@ -76,9 +76,12 @@ BufferFormat format_in(const ParamTensors& tensors, int buffer) {
   }
 }
 
-// Returns the dtype in which kernels read a gradient: the parameter's if moments are quantized
-// (`has_codes`), otherwise its own if there is such a kernel, otherwise float32.
-at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes) {
+// Returns the dtype in which kernels read a gradient: its own where they write an update; the
+// parameter's if moments are quantized (`has_codes`); otherwise its own if there is such a kernel,
+// otherwise float32.
+at::ScalarType gradient_dtype(at::ScalarType grad, at::ScalarType param, bool has_codes,
+                              bool writes_update) {
+  if (writes_update) return grad == at::kDouble ? at::kFloat : grad;
   if (has_codes) return param;
   if (grad == param || (param == at::kFloat && is_16_bit(grad))) return grad;
   return at::kFloat;
@@ -367,7 +370,7 @@ void Step::check_buffers(const ParamTensors& tensors, const StepGroups& groups,
     check(kExponents, got == 0, "None for moments without groups, got ", got, " elements");
   }
   const at::ScalarType grad = tensors[kGrad].scalar_type();
-  check(kGrad, !has_codes || dtype == at::kFloat || grad == dtype,
+  check(kGrad, !has_codes || dtype == at::kFloat || grad == dtype || groups.writes_update,
         "of the parameter's dtype with moments in 8 bits, ", dtype, ", got ", grad);
 }
 
@@ -456,7 +459,8 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
   };
   const at::ScalarType param_dtype = param.scalar_type();
   const at::Tensor& grad = tensors[kGrad];
-  const at::ScalarType grad_dtype = gradient_dtype(grad.scalar_type(), param_dtype, has_codes);
+  const at::ScalarType grad_dtype =
+      gradient_dtype(grad.scalar_type(), param_dtype, has_codes, groups.writes_update);
   args.param = memory(param, param_dtype, true);
   args.param_dtype = *dtype_of(param_dtype);
   args.grad = memory(grad, grad_dtype, writes_grad);
@@ -475,7 +479,8 @@ void Step::add(const ParamTensors& tensors, const StepGroups& groups) {
     }
   }
   const bool is_low_precision =
-      master == Master::kResidual8 || (master == Master::kNone && is_16_bit(param_dtype));
+      master == Master::kResidual8 ||
+      (master == Master::kNone && is_16_bit(param_dtype) && !groups.writes_update);
   uint8_t low_precision = is_low_precision ? kDithersParam : 0;
   uint8_t dithers = 0;  // bits of quantized buffers, dithered if the group dithers anything
   for (int i = 0; i < tensors.buffer_count; ++i) {

@@ -45,6 +45,10 @@ struct ParamTensors {
                   (static_cast<uint32_t>(static_cast<uint8_t>(device.type())) << 8U) +
                   (static_cast<uint32_t>(static_cast<uint8_t>(device.index())) << 16U);
   }
+  void drop(int part) {
+    tensors[part] = nullptr;
+    kinds[part] = 0;
+  }
   const at::Tensor& operator[](int part) const { return *tensors[part]; }
 };
 
@@ -63,6 +67,7 @@ struct StepGroups {
   const void* hyperparameters = nullptr;  // array of Hyperparameters, one for each group
   std::optional<OptimizerKernel> kernels[kMaxBuffers + 1];  // by the number of buffers
   const BufferDescription* buffers = nullptr;  // descriptions of all buffers of the formula
+  bool writes_update = false;                  // kWritesUpdate of the formula
   std::vector<Group> groups;
 
   // Refers to `all`, which must outlive this object.
@@ -72,6 +77,7 @@ struct StepGroups {
     for (int count = 0; count <= kMaxBuffers; ++count)
       kernels[count] = kernel_for<Hyperparameters>(count);
     buffers = Hyperparameters::kBuffers;
+    writes_update = kWritesUpdate<Hyperparameters>;
     groups.clear();
     for (Hyperparameters& one : all) groups.push_back({&one, {}, dithered_numbers(one)});
   }

@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "ops/grad_scan.h"
+#include "ops/muon.h"
 #include "ops/step.h"
 #include "tensors/tensor_memory.h"
 
@@ -36,6 +37,34 @@ ParamTensors tensors_of(const StepParam& param, size_t group, size_t index) {
   return tensors;
 }
 
+// Sums the squares of the gradients in `scan`, if the step needs their norm.
+void find_sum_of_squares(GradientOptions& options, GradScan& scan, StepScratch& scratch) {
+  if (!options.max_grad_norm.has_value()) {
+    options.sum_of_squares.reset();
+    options.grad_norm.reset();
+  } else if (!options.sum_of_squares.has_value()) {
+    scan.run({}, {}, /*sums_squares=*/true, options.skip_nonfinite, scratch);
+    const at::Tensor total = scan.sum_of_squares();
+    if (total.defined()) options.sum_of_squares = total;
+  }
+}
+
+// Calls run(progress), and adds to its error how far the step came.
+template <typename Run>
+void run_step(const std::string& operation, const Run& run) {
+  StepProgress progress;
+  try {
+    run(progress);
+  } catch (c10::Error& error) {
+    if (!progress.text().empty()) {
+      error.add_context(
+          c10::str(operation, ": the step failed after updating ", progress.text(),
+                   ". Restore the parameters and their states before the next step."));
+    }
+    throw;
+  }
+}
+
 // Steps all groups once. Nothing has been written if an error occurs before the first launch.
 template <typename Hyperparameters>
 void step_once(const std::vector<StepParams>& groups,
@@ -61,32 +90,16 @@ void step_once(const std::vector<StepParams>& groups,
     }
   }
   StepScratch scratch;
-  if (!of_gradients.max_grad_norm.has_value()) {
-    of_gradients.sum_of_squares.reset();
-    of_gradients.grad_norm.reset();
-  } else if (!of_gradients.sum_of_squares.has_value()) {
-    scan.run({}, {}, /*sums_squares=*/true, of_gradients.skip_nonfinite, scratch);
-    const at::Tensor total = scan.sum_of_squares();
-    if (total.defined()) of_gradients.sum_of_squares = total;
-  }
-  StepProgress progress;
-  try {
+  find_sum_of_squares(of_gradients, scan, scratch);
+  run_step(operation, [&](StepProgress& progress) {
     step.run(table, {std::move(of_gradients), {}, {}}, scratch, progress);
-  } catch (c10::Error& error) {
-    if (!progress.text().empty()) {
-      error.add_context(
-          c10::str(operation, ": the step failed after updating ", progress.text(),
-                   ". Restore the parameters and their states before the next step."));
-    }
-    throw;
-  }
+  });
 }
 
-}  // namespace
-
+// Checks the lists of a step, and returns the tensors of each parameter.
 template <typename Hyperparameters>
-void step_(const StepLists& lists, const Group<Hyperparameters>& options,
-           const GradientOptions& gradient_options, const StepNames& names) {
+StepParams params_in(const StepLists& lists, const Group<Hyperparameters>& options,
+                     const GradientOptions& gradient_options, const StepNames& names) {
   const std::string& operation = names.operation;
   const TensorList& params = lists.params;
   const auto check = [&](const std::string& name, const OptionalTensorList& list) {
@@ -110,7 +123,7 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
               ": steps must be None beside a timestep, got ", lists.steps->size(), " tensors");
   TORCH_CHECK(lists.steps.has_value() || options.timestep >= 1.0 || options.why_step() == nullptr,
               operation, ": steps must be given ", options.why_step(), ", got None");
-  if (params.empty()) return;
+  if (params.empty()) return {};
   const at::Device device = params[0].device();
   if (gradient_options.sum_of_squares.has_value()) {
     check_number(operation, "sum_of_squares", *gradient_options.sum_of_squares, at::kDouble,
@@ -140,8 +153,48 @@ void step_(const StepLists& lists, const Group<Hyperparameters>& options,
     }
     if (lists.global_offsets.has_value()) param.global_offset = (*lists.global_offsets)[i];
   }
-  step_once<Hyperparameters>({step_params}, {options}, gradient_options, operation, Naming::kLists,
+  return step_params;
+}
+
+}  // namespace
+
+template <typename Hyperparameters>
+void step_(const StepLists& lists, const Group<Hyperparameters>& options,
+           const GradientOptions& gradient_options, const StepNames& names) {
+  const StepParams params = params_in(lists, options, gradient_options, names);
+  if (params.empty()) return;
+  step_once<Hyperparameters>({params}, {options}, gradient_options, names.operation, Naming::kLists,
                              names.buffers);
+}
+
+void muon_(const StepLists& lists, const Group<MuonHyperparameters>& options,
+           const MuonOptions& matrix_options, const GradientOptions& gradient_options,
+           const OptionalTensor& skipped_matrices, const StepNames& names) {
+  const at::NoGradGuard no_grad;
+  const StepParams params = params_in(lists, options, gradient_options, names);
+  if (params.empty()) return;
+  if (skipped_matrices.has_value()) {
+    check_number(names.operation, "skipped_matrices", *skipped_matrices, at::kLong,
+                 params[0].param.device());
+  }
+  std::vector<MuonHyperparameters> hyperparameters{options};
+  StepGroups groups;
+  groups.refer_to(hyperparameters);
+  groups.groups[0].lr = options.lr_tensor;
+  MuonStep step(names.operation, Naming::kLists, names.buffers.at(0));
+  GradScan scan;
+  for (size_t i = 0; i < params.size(); ++i) step.add(tensors_of(params[i], 0, i));
+  const std::vector<MuonOptions> of_matrices{matrix_options};
+  step.prepare(groups, of_matrices);
+  for (size_t i = 0; i < params.size(); ++i) {
+    scan.add(params[i].grad, static_cast<int64_t>(i));
+  }
+  StepScratch scratch;
+  StepInputs inputs{gradient_options, {}, {}};
+  find_sum_of_squares(inputs.gradients, scan, scratch);
+  run_step(names.operation, [&](StepProgress& progress) {
+    step.run(groups, inputs, skipped_matrices, scratch, progress);
+  });
 }
 
 template <typename Hyperparameters>

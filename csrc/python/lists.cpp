@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "ops/step.h"
 #include "python/module.h"
+#include "python/option_values.h"
 #include "python/options_by_name.h"
 #include "tensors/tensor_memory.h"
 
@@ -119,11 +120,26 @@ void define_optimizer(py::module_& module, const Fields<GradientOptions>& gradie
     const StepNames names = take_names<Hyperparameters>(arguments);
     const StepLists lists = take_lists(arguments, names);
     const GradientOptions gradient_options = take_gradient_options(gradient_fields, arguments);
+    constexpr bool kIsMuon = std::is_same_v<Hyperparameters, MuonHyperparameters>;
+    [[maybe_unused]] MuonOptions of_matrices;
+    [[maybe_unused]] OptionalTensor skipped_matrices;
+    if constexpr (kIsMuon) {
+      const py::dict matrix_options = arguments.attr("pop")("matrix_options");
+      if (!read_muon_options(matrix_options.ptr(), of_matrices)) {
+        throw py::value_error(
+            py::str("muon_: there is a wrong value in {}").format(matrix_options));
+      }
+      skipped_matrices = arguments.attr("pop")("skipped_matrices").cast<OptionalTensor>();
+    }
     Group<Hyperparameters> options;
     set_fields(fields, options, arguments);
     check_numbers(names.operation, options);
     const py::gil_scoped_release release;
-    step_(lists, options, gradient_options, names);
+    if constexpr (kIsMuon) {
+      muon_(lists, options, of_matrices, gradient_options, skipped_matrices, names);
+    } else {
+      step_(lists, options, gradient_options, names);
+    }
   });
 }
 
@@ -168,6 +184,7 @@ void define_lists(py::module_& module) {
 
 #define AMP_EXT_DEFINE(Functor) define_optimizer<Functor##Hyperparameters>(module, gradients);
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_DEFINE)
+  AMP_EXT_DEFINE(Muon)
 #undef AMP_EXT_DEFINE
 
   module.def("check_finite_", &check_finite_, release_gil(), py::arg("tensors"),

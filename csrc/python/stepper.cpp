@@ -19,6 +19,7 @@
 
 #include "formats/moment_codes.h"
 #include "ops/scalars.h"
+#include "python/option_values.h"
 
 namespace amp_ext::python {
 
@@ -34,49 +35,6 @@ struct OptionNames {
            *rounding = interned("rounding"), *max_grad_norm = interned("max_grad_norm"),
            *clip_value = interned("clip_value"), *skip_nonfinite = interned("skip_nonfinite");
 };
-
-// Clears an error of Python, and returns false. Does not clear interrupts.
-bool clear_error() {
-  if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw py::error_already_set();
-  PyErr_Clear();
-  return false;
-}
-
-// Sets `number` and returns true if the value is a number, or a tensor of one, and not NaN.
-bool number_in(PyObject* value, double& number) {
-  if (value == nullptr) return false;
-  if (PyFloat_Check(value)) {
-    number = PyFloat_AS_DOUBLE(value);
-  } else if (PyNumber_Check(value) != 0) {
-    number = PyFloat_AsDouble(value);
-    if (PyErr_Occurred() != nullptr) return clear_error();
-  } else {
-    return false;
-  }
-  return !std::isnan(number);
-}
-
-// Sets `limit`, which is infinite for None.
-bool limit_in(PyObject* value, double& limit) {
-  limit = std::numeric_limits<double>::infinity();
-  if (value == nullptr || value == Py_None) return value != nullptr;
-  return !THPVariable_Check(value) && number_in(value, limit) && limit >= 0.0;
-}
-
-bool flag_in(PyObject* value, bool& flag) {
-  if (value == Py_True || value == Py_False || value == Py_None) {
-    flag = value == Py_True;
-    return true;
-  }
-  double number = 0.0;
-  const bool is_number = value != nullptr && !THPVariable_Check(value) && number_in(value, number);
-  flag = number != 0.0;
-  return is_number;
-}
-
-bool is_text(PyObject* value, const char* text) {
-  return PyUnicode_Check(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
-}
 
 // Reads the options that decide about states, and whether values may be dithered.
 bool read_format(PyObject* group, const OptionNames& name, GroupFormat& format) {
@@ -117,7 +75,7 @@ bool read_format(PyObject* group, const OptionNames& name, GroupFormat& format) 
 }
 
 template <typename Hyperparameters>
-class OptionReaderOf final : public OptionReader {
+class OptionReaderOf : public OptionReader {
  public:
   OptionReaderOf() {
     params = names_.params;
@@ -196,6 +154,7 @@ class OptionReaderOf final : public OptionReader {
     return true;
   }
 
+  void skip() override { all_.emplace_back(); }
   void clear() override { all_.clear(); }
   void put_into(StepGroups& groups) override { groups.refer_to(all_); }
 
@@ -257,6 +216,7 @@ std::unique_ptr<OptionReader> formula_named(const std::string& hyperparameters) 
   if (hyperparameters == Functor##Hyperparameters::kName) \
     return std::make_unique<OptionReaderOf<Functor##Hyperparameters>>();
   AMP_EXT_FOR_EACH_OPTIMIZER(AMP_EXT_MAKE)
+  AMP_EXT_MAKE(Muon)
 #undef AMP_EXT_MAKE
   throw py::value_error("there are no hyperparameters of this name: " + hyperparameters);
 }
@@ -319,16 +279,30 @@ std::vector<std::string> names_of_buffers(const OptionReader& formula) {
 
 }  // namespace
 
+MuonFormula::MuonFormula(const std::string& optimizer)
+    : algorithm(interned("algorithm")),
+      reader(formula_named(MuonHyperparameters::kName)),
+      step(optimizer, Naming::kGroups, reader->buffers[0].name) {}
+
 CompiledStepper::CompiledStepper(std::string optimizer, const std::string& hyperparameters)
     : optimizer_(std::move(optimizer)),
-      reader_(formula_named(hyperparameters)),
+      muon_(hyperparameters == MuonHyperparameters::kName
+                ? std::make_unique<MuonFormula>(optimizer_)
+                : nullptr),
+      reader_(formula_named(muon_ == nullptr ? hyperparameters : AdamHyperparameters::kName)),
       step_(optimizer_, Naming::kGroups, names_of_buffers(*reader_)) {}
 
 void CompiledStepper::clear() {
   step_.clear();
   scan_.clear();
   reader_->clear();
+  if (muon_ != nullptr) {
+    muon_->step.clear();
+    muon_->reader->clear();
+    muon_->options.clear();
+  }
   formats_.clear();
+  formulas_.clear();
   lrs_.clear();
   lists_.clear();
   places_.clear();
@@ -358,7 +332,7 @@ bool CompiledStepper::read_groups(const py::object& param_groups) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const group = PyList_GET_ITEM(param_groups.ptr(), i);
     if (!PyDict_Check(group)) return false;
-    if (!reader_->read(group, formats_.emplace_back(), lrs_.emplace_back())) return false;
+    if (!read_group(group)) return false;
     PyObject* const params = PyDict_GetItemWithError(group, reader_->params);
     // Reading an iterator or a set again may give other parameters.
     if (params == nullptr || PyIter_Check(params) || PyAnySet_Check(params)) return false;
@@ -371,7 +345,30 @@ bool CompiledStepper::read_groups(const py::object& param_groups) {
   }
   reader_->put_into(groups_);
   for (Py_ssize_t i = 0; i < count; ++i) groups_.groups[i].lr = lrs_[i];
+  if (muon_ != nullptr) {
+    muon_->reader->put_into(muon_->groups);
+    for (Py_ssize_t i = 0; i < count; ++i) muon_->groups.groups[i].lr = lrs_[i];
+  }
   return true;
+}
+
+// Each formula has an element for each group, so that one index serves both.
+bool CompiledStepper::read_group(PyObject* group) {
+  GroupFormat& format = formats_.emplace_back();
+  OptionalTensor& lr = lrs_.emplace_back();
+  formulas_.push_back(reader_.get());
+  if (muon_ == nullptr) return reader_->read(group, format, lr);
+  MuonOptions& options = muon_->options.emplace_back();
+  PyObject* const algorithm = PyDict_GetItemWithError(group, muon_->algorithm);
+  if (algorithm == nullptr) return false;
+  if (is_text(algorithm, "adamw")) {
+    muon_->reader->skip();
+    return reader_->read(group, format, lr);
+  }
+  formulas_.back() = muon_->reader.get();
+  reader_->skip();
+  return is_text(algorithm, "muon") && read_muon_options(group, options) &&
+         muon_->reader->read(group, format, lr);
 }
 
 void CompiledStepper::place_params(const py::object& params) {
@@ -417,16 +414,21 @@ int64_t CompiledStepper::version_of_grad(const ParamPlace& place, const at::Tens
 void CompiledStepper::take_entries(Collected& one) {
   PyObject *key = nullptr, *value = nullptr;
   int number = 0;
+  const std::vector<OptionReader::Key>& keys = one.formula->keys;
+  if (predicted_for_ != one.formula) {
+    std::fill(std::begin(predicted_), std::end(predicted_), OptionReader::Key());
+    predicted_for_ = one.formula;
+  }
   for (Py_ssize_t position = 0; PyDict_Next(one.entries, &position, &key, &value) != 0; ++number) {
     const OptionReader::Key* known = nullptr;
     if (number < kPredicted && predicted_[number].name == key) {
       known = &predicted_[number];
     } else {
-      for (const OptionReader::Key& each : reader_->keys) {
+      for (const OptionReader::Key& each : keys) {
         if (each.name == key) known = &each;
       }
       if (known == nullptr && PyUnicode_CheckExact(key) && PyUnicode_CHECK_INTERNED(key) == 0) {
-        for (const OptionReader::Key& each : reader_->keys) {
+        for (const OptionReader::Key& each : keys) {
           if (PyUnicode_Compare(each.name, key) == 0) known = &each;
         }
       }
@@ -445,6 +447,7 @@ bool CompiledStepper::collect_block(Collected* block, const ParamPlace* places, 
                                     PyObject* states, Py_ssize_t& position) {
   for (size_t i = 0; i < count; ++i) {
     block[i].place = &places[i];
+    block[i].formula = formulas_[places[i].group];
     prefetch_begin(places[i].object);
   }
   for (size_t i = 0; i < count; ++i) {
@@ -521,7 +524,7 @@ ParamTensors CompiledStepper::tensors_of(const Collected& one) const {
   bool has_blocks_here = false;
   for (int i = 0; i < format.buffer_count; ++i) {
     take(kBuffer0 + i);
-    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(reader_->buffers[i].code);
+    has_blocks_here |= one.forms[kBuffer0 + i] == 1 && has_blocks(one.formula->buffers[i].code);
   }
   if (has_blocks_here) take(kExponents);
   return tensors;
@@ -560,7 +563,7 @@ bool CompiledStepper::fits_options(const Collected& one, const ParamTensors& ten
   for (int i = 0; i < format.buffer_count; ++i) {
     if (tensors.tensors[kBuffer0 + i] == nullptr) return false;
     const at::Tensor& buffer = tensors[kBuffer0 + i];
-    const bool has_code = is_coded && is_among(reader_->buffers[i].code, codes);
+    const bool has_code = is_coded && is_among(one.formula->buffers[i].code, codes);
     if (one.forms[kBuffer0 + i] != (has_code ? 1 : 0)) return false;
     if (!has_code && buffer.scalar_type() != wanted) return false;
     if (buffer.device() != param.device()) return false;
@@ -573,7 +576,7 @@ void CompiledStepper::add(const Collected& one, ParamTensors& tensors) {
   const at::Tensor& param = *one.param;
   for (int i = 0; i < tensors.buffer_count; ++i) {
     TORCH_CHECK(tensors.tensors[kBuffer0 + i] != nullptr, optimizer_, ": ",
-                reader_->buffers[i].name, " of group ", place.group, ", param ", place.index,
+                one.formula->buffers[i].name, " of group ", place.group, ", param ", place.index,
                 " must be present");
   }
   objects_.push_back(place.object);
@@ -593,7 +596,11 @@ void CompiledStepper::add(const Collected& one, ParamTensors& tensors) {
     masters_.push_back(
         {&place, param.unsafeGetTensorImpl(), one.found[kMaster], tensors.master_is_current});
   }
-  step_.add(tensors, groups_);
+  if (one.formula == reader_.get()) {
+    step_.add(tensors, groups_);
+  } else {
+    muon_->step.add(tensors);
+  }
   grads_.push_back(one.grad);
   grad_places_.push_back(&place);
   numel_ += param.numel();
@@ -767,6 +774,14 @@ py::object CompiledStepper::step(const py::object& state, const py::object& para
                         wants_norm ? grad_norm : std::nullopt, first.skip_nonfinite},
                        std::move(inputs.max_norm),
                        tracks_step_applied ? step_applied : std::nullopt};
+    if (muon_ != nullptr) {
+      if (!muon_->skipped_matrices.has_value() && !places_.empty()) {
+        const OutsideInferenceMode normal;
+        const at::Device device = THPVariable_Unpack(places_[0].object).device();
+        muon_->skipped_matrices = at::zeros({}, at::TensorOptions(device).dtype(at::kLong));
+      }
+      muon_->step.prepare(muon_->groups, muon_->options);
+    }
     std::optional<WithoutGil> without_gil;
     if (!is_on_cpu_ || numel_ >= kSmallStep) without_gil.emplace(*this);
     const at::NoGradGuard no_grad;
@@ -774,6 +789,9 @@ py::object CompiledStepper::step(const py::object& state, const py::object& para
     StepProgress done;
     try {
       step_.run(groups_, of_step, scratch_, done);
+      if (muon_ != nullptr) {
+        muon_->step.run(muon_->groups, of_step, muon_->skipped_matrices, scratch_, done);
+      }
     } catch (...) {
       if (without_gil.has_value()) without_gil->take_back();
       progress = done.text();
@@ -944,6 +962,7 @@ void define_stepper(py::module_& module) {
       .def_readwrite("tracks_step_applied", &CompiledStepper::tracks_step_applied)
       .def_readonly("grad_norm", &CompiledStepper::grad_norm)
       .def_readonly("step_applied", &CompiledStepper::step_applied)
+      .def_property_readonly("skipped_matrices", &CompiledStepper::skipped_matrices)
       .def_readwrite("progress", &CompiledStepper::progress);
   // Returns how many buffers the states of a group have, and whether they count steps because the
   // formula needs the number or because values are dithered.

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "ops/grad_scan.h"
+#include "ops/muon.h"
 #include "ops/step.h"
 #include "python/module.h"
 #include "tensors/tensor_memory.h"
@@ -57,6 +58,8 @@ class OptionReader {
   // Reads the options of one more group. Returns false if an option is missing, has a wrong type or
   // is out of range, so that Python must check the groups.
   virtual bool read(PyObject* group, GroupFormat& format, OptionalTensor& lr) = 0;
+  // Leaves out one group, which has another formula.
+  virtual void skip() = 0;
   virtual void clear() = 0;
   // Refers to the hyperparameters of the groups that were read.
   virtual void put_into(StepGroups& groups) = 0;
@@ -69,6 +72,18 @@ class OptionReader {
 
 // Returns the formula whose hyperparameters have this name: "AdamHyperparameters".
 std::unique_ptr<OptionReader> formula_named(const std::string& hyperparameters);
+
+// The second formula of an optimizer, Muon, for the groups that have algorithm="muon".
+struct MuonFormula {
+  explicit MuonFormula(const std::string& optimizer);
+
+  PyObject* algorithm;  // interned: "algorithm"
+  std::unique_ptr<OptionReader> reader;
+  MuonStep step;
+  StepGroups groups;
+  std::vector<MuonOptions> options;  // of each group
+  OptionalTensor skipped_matrices;   // one int64
+};
 
 // A parameter of a step: its place in the groups.
 struct ParamPlace {
@@ -103,6 +118,7 @@ class CompiledStepper {
     bool is_of_scaler = false;  // gradients may carry the scale that a scaler has used before
   };
 
+  // Muon has groups of two formulas: its own, and Adam's.
   CompiledStepper(std::string optimizer, const std::string& hyperparameters);
 
   // Updates the parameters that have a gradient: all of them, or those in `params`. Returns how
@@ -137,6 +153,10 @@ class CompiledStepper {
   bool tracks_step_applied = false;
   // Norm of the unscaled gradients of the last step, and whether it was applied; None or float32.
   OptionalTensor grad_norm, step_applied;
+  // Number of matrices that steps of Muon have left as they were, one int64; None before the first.
+  OptionalTensor skipped_matrices() const {
+    return muon_ == nullptr ? std::nullopt : muon_->skipped_matrices;
+  }
   std::string progress;  // how far the last step came, if it failed: "3 of 8 parameters"
 
  private:
@@ -151,7 +171,8 @@ class CompiledStepper {
     const at::Tensor* param;
     const at::Tensor* grad;  // null: nothing to do
     PyObject* entries;       // the dict of its state, or null
-    bool is_readable;        // whether its state is a dict of tensors, one for each part
+    const OptionReader* formula;
+    bool is_readable;  // whether its state is a dict of tensors, one for each part
     std::array<PyObject*, kTensorParts> found;
     std::array<int8_t, kTensorParts> forms;
   };
@@ -165,6 +186,7 @@ class CompiledStepper {
   };
 
   bool read_groups(const py::object& param_groups);
+  bool read_group(PyObject* group);
   void place_params(const py::object& params);
   // Returns false if a parameter is no tensor that kernels can read.
   bool collect(const py::object& state, bool trusts_states, py::list& incomplete);
@@ -194,6 +216,7 @@ class CompiledStepper {
   void clear();
 
   const std::string optimizer_;
+  const std::unique_ptr<MuonFormula> muon_;  // or null
   const std::unique_ptr<OptionReader> reader_;
   Step step_;
   GradScan scan_;
@@ -203,6 +226,7 @@ class CompiledStepper {
   // Valid during a call.
   StepGroups groups_;
   std::vector<GroupFormat> formats_;
+  std::vector<const OptionReader*> formulas_;  // the formula of each group
   std::vector<OptionalTensor> lrs_;
   std::vector<py::object> lists_;  // the parameters of each group, as lists or tuples
   std::vector<ParamPlace> places_;
@@ -221,7 +245,9 @@ class CompiledStepper {
   int64_t numel_ = 0;
   bool is_on_cpu_ = true;
   static constexpr int kPredicted = 8;
-  OptionReader::Key predicted_[kPredicted];  // the keys of the last parameter's state
+  // The keys of the last parameter's state, and the formula whose keys these are.
+  OptionReader::Key predicted_[kPredicted];
+  const OptionReader* predicted_for_ = nullptr;
 
   // Stays between calls.
   std::vector<MasterSeen> seen_;    // by ParamPlace::number

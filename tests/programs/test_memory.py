@@ -18,7 +18,7 @@ from amp_ext.memory import __main__ as command_line
 from amp_ext.optim.offload import OffloadedStates
 
 OF_OPTIONS = {"amsgrad": ("Adam", {"amsgrad": True}), "momentum": ("SGD", {"momentum": 0.9})}
-# The class of each and its options.
+# The class of each and its options. Muon, which splits a model, has its test in test_muon.py.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in CLASSES},
     **OF_OPTIONS,
@@ -68,7 +68,7 @@ def bytes_after_a_step(
     return {**sizes, "total": sum(sizes.values())}
 
 
-SIXTEEN_BIT = [(torch.float16, "adamw"), *((torch.bfloat16, name) for name in memory.OPTIMIZERS)]
+SIXTEEN_BIT = [(torch.float16, "adamw"), *((torch.bfloat16, name) for name in OPTIMIZERS)]
 SIDES = [(ours, name) for name in BY_NAME]
 SIDES += [(theirs, name) for name in BY_NAME if not re.search("masters|(fp32|bf16|8bit) st", name)]
 
@@ -214,7 +214,7 @@ def test_amsgrad_has_no_states_in_8_bits():
     assert len(names) == len(BY_NAME) - len(NAMES_OF_8_BITS)
 
 
-@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_model_of_mixed_dtypes_is_calculated_as_it_is(optimizer):
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     model = nn.ParameterList(torch.zeros(3 + i, dtype=dtype) for i, dtype in enumerate(dtypes))

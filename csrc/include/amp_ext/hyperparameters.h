@@ -159,6 +159,29 @@ struct AMP_EXT_API SgdHyperparameters : CommonHyperparameters {
   }
 };
 
+// The momentum of Muon. Its update is orthogonalized as a whole (MuonOptions in amp_ext/options.h).
+struct AMP_EXT_API MuonHyperparameters : CommonHyperparameters {
+  double momentum = 0.95;
+  bool nesterov = true;
+
+  static constexpr const char* kOperation = "muon_";
+  static constexpr const char* kName = "MuonHyperparameters";
+  static constexpr BufferDescription kBuffers[] = {
+      {"momentum_buffer", BufferRole::kFirstMoment, kMomentumStride, BufferCode::kMagnitude}};
+
+  static bool is_option(std::string_view field) { return field != "dither"; }
+  const char* why_step() const { return nullptr; }
+  constexpr double decay_of(int /*buffer*/) const { return momentum; }
+
+  template <typename Visit>
+  static void for_each_field(const Visit& visit) {
+    visit("weight_decay", &MuonHyperparameters::weight_decay);
+    visit("momentum", &MuonHyperparameters::momentum);
+    visit("nesterov", &MuonHyperparameters::nesterov);
+    visit("dither", &MuonHyperparameters::dither);
+  }
+};
+
 struct AMP_EXT_API LossScaleHyperparameters {
   double growth_factor = 2.0;
   double backoff_factor = 0.5;

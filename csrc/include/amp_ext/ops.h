@@ -94,6 +94,14 @@ AMP_EXT_API void step_(const StepLists& lists, const Group<Hyperparameters>& opt
                        const GradientOptions& gradient_options,
                        const StepNames& names = names_of<Hyperparameters>());
 
+// Runs one step of Muon. Each parameter is a matrix, or more of them (MuonOptions::flatten). A
+// matrix whose iteration gives inf or NaN is left as it was, and counted in `skipped_matrices`, one
+// int64. `timestep` and `global_offsets` are not supported.
+AMP_EXT_API void muon_(const StepLists& lists, const Group<MuonHyperparameters>& options,
+                       const MuonOptions& matrix_options, const GradientOptions& gradient_options,
+                       const OptionalTensor& skipped_matrices = {},
+                       const StepNames& names = names_of<MuonHyperparameters>());
+
 // Runs one step over parameter groups that have options of their own. `max_grad_norm` clips the
 // norm over all groups, which may be on several devices. Errors name tensors by their groups:
 // "AdamW: exp_avg of group 0, param 3".

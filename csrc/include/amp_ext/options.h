@@ -6,6 +6,7 @@
 #include <amp_ext/export.h>
 #include <amp_ext/hyperparameters.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -37,6 +38,24 @@ struct AMP_EXT_API GradientOptions {
 template <typename Hyperparameters>
 struct AMP_EXT_API Group : Hyperparameters {
   OptionalTensor lr_tensor;  // one element, used as the learning rate instead of `lr`
+};
+
+// How the learning rate of Muon depends on the shape of a matrix [out, in]: it is multiplied by
+// sqrt(max(1, out / in)), 0.2 * sqrt(max(out, in)), or sqrt(out / in).
+enum class AdjustLr { kOriginal, kMatchRmsAdamW, kSpectralUnclamped };
+
+// Options of Muon that concern a whole matrix.
+struct AMP_EXT_API MuonOptions {
+  // Coefficients a, b and c of each step of the iteration; the last triple is repeated.
+  std::vector<std::array<double, 3>> ns_coefficients = {{3.4445, -4.775, 2.0315}};
+  int64_t ns_steps = 5;
+  double norm_factor = 1.0;  // a matrix is divided by its norm times this factor
+  double eps = 1e-7;         // smallest norm by which a matrix is divided
+  AdjustLr adjust_lr = AdjustLr::kOriginal;
+  bool transposed = false;  // whether weights are stored as [in, out]
+  // For more than two dimensions: true for one matrix [out, rest], false for a batch of matrices.
+  std::optional<bool> flatten;
+  int64_t scratch_bytes = int64_t{256} << 20;  // memory for temporary matrices, at least for one
 };
 
 // Tensors of a step. Every list has one entry per parameter.
