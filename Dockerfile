@@ -5,7 +5,7 @@ FROM ${BASE} AS build
 # Debian and Ubuntu forbid pip to change the system's Python unless this variable is set.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN python -m pip install --no-cache-dir "setuptools>=77,<82" wheel ninja
-# AMP_EXT_CUDA=1 makes the build fail, instead of omitting the kernels, if BASE has no CUDA toolkit.
+# With 1, the build stops if BASE has no CUDA toolkit, or a PyTorch without CUDA; with 0, it is for the CPU.
 ARG AMP_EXT_CUDA=1
 ARG TORCH_CUDA_ARCH_LIST
 ARG MAX_JOBS

@@ -25,6 +25,8 @@ WORKERS := -n auto --maxprocesses 8 --dist worksteal
 PARALLEL = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo '$(WORKERS)')
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
+HAS_NVCC = $(CUDA_HOME)$(CUDA_PATH)$(shell command -v nvcc /usr/local/cuda/bin/nvcc)
+
 SOURCES := setup.py $(shell find csrc) $(wildcard amp_ext/share/cmake/amp_ext/*.in)
 CXX_FILES := $(shell find csrc tests benchmarks examples \
     -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
@@ -157,9 +159,11 @@ clean:  ## Removes what was built; the .venv folders stay
 	    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -r requirements-docs.txt
 	@touch $@
 
+# .venv has whatever PyTorch pip brings, so on a machine without nvcc the build is for the CPU alone. In an
+# environment of the user's, the build stops there and tells how to get the compiler.
 define build_extension
 	@echo 'Building the extension (log: build/build.log)'
-	@$(PYTHON) scripts/progress.py build/build.log $(PYTHON) setup.py build_ext --inplace
+	@$(if $(INSTALLED),AMP_EXT_CUDA="$${AMP_EXT_CUDA:-$(if $(HAS_NVCC),,0)}") $(PYTHON) scripts/progress.py build/build.log $(PYTHON) setup.py build_ext --inplace
 	@grep '^amp_ext:' build/build.log
 endef
 

@@ -4,7 +4,8 @@ The library `amp_ext/lib/libamp_ext.so` has everything except the bindings. It d
 Python, so C++ programs can link it, too. The module `amp_ext._C` has the bindings and links the
 library.
 
-Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
+Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on; if it is not set, the backend is
+built if PyTorch has CUDA, and without an nvcc the build stops. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
 MAX_JOBS and CXX have the same meaning as in PyTorch.
 """
 
@@ -22,6 +23,7 @@ import sys
 import sysconfig
 from glob import glob
 from pathlib import Path
+from typing import NoReturn
 
 import setuptools
 
@@ -43,7 +45,7 @@ def flags_of(kind: str) -> list[str]:
     return [line for line in lines if line.startswith("-")]
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Ends the build with a message, which pip shows unchanged."""
     sys.exit(f"\namp_ext: {message}")
 
@@ -69,23 +71,12 @@ def first_line(*command: str) -> str | None:
     return done.stdout.partition("\n")[0]
 
 
-def find_cuda_home() -> str | None:
-    """Returns the folder of the CUDA toolkit, or None if there is no toolkit.
+def toolkit_of(nvcc: str) -> str | None:
+    """Returns the folder of the toolkit that an ``nvcc`` belongs to, or None if it doesn't say.
 
     Asks ``nvcc`` for the folder, because ``nvcc`` on the PATH may be a wrapper script, and PyTorch
     would take the folder of the wrapper.
     """
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        if given := os.environ.get(name):
-            if not os.access(f"{given}/bin/nvcc", os.X_OK):
-                fail(
-                    f"{name} is {given}, which has no bin/nvcc. Set it to the folder of a CUDA\n"
-                    "toolkit, unset it, or set AMP_EXT_CUDA=0 to build for the CPU alone."
-                )
-            return given
-    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-    if nvcc is None:
-        return None
     plan = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
     )
@@ -103,6 +94,46 @@ def toolkit_version(cuda_home: str) -> tuple[int, int]:
     return int(release[1]), int(release[2])
 
 
+def find_cuda_home(needed: str) -> str:
+    """Returns the folder of a CUDA toolkit with the major version of ``needed``, or ends the build.
+
+    Looks at CUDA_HOME, the PATH, the compiler that pip installs, and the usual folder. pip installs
+    it into site-packages, next to the libraries of CUDA that PyTorch needs, too.
+    """
+    major = int(needed.split(".")[0])
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if given := os.environ.get(name):
+            wrong = "which has no bin/nvcc"
+            if os.access(f"{given}/bin/nvcc", os.X_OK):
+                version = toolkit_version(given)
+                if version[0] == major:
+                    return given
+                wrong = f"a toolkit of CUDA {version[0]}.{version[1]}"
+            fail(
+                f"{name} is {given}, {wrong}. PyTorch {torch.__version__} uses CUDA {needed}:\n"
+                f"set {name} to the folder of a CUDA toolkit of that major version, unset it, or\n"
+                "set AMP_EXT_CUDA=0 to build for the CPU alone."
+            )
+
+    packages = importlib.util.find_spec("nvidia")
+    folders = (packages and packages.submodule_search_locations) or []
+    names = ["nvcc", *(f"{folder}/cu{major}/bin/nvcc" for folder in folders)]
+    compilers = filter(None, map(shutil.which, [*names, "/usr/local/cuda/bin/nvcc"]))
+    found = {folder: toolkit_version(folder) for folder in map(toolkit_of, compilers) if folder}
+    for folder, version in found.items():
+        if version[0] == major:
+            return folder
+    others = "".join(f", only {folder} of {a}.{b}" for folder, (a, b) in found.items())
+    # The packages of CUDA 12 lie in several folders, where nvcc does not find its parts.
+    cure = f"To install it: pip install 'cuda-toolkit[nvcc,nvvm,cccl]=={needed}.*'"
+    if major < 13:
+        cure = f"Install the toolkit of CUDA {needed}, and set CUDA_HOME to its folder."
+    fail(
+        f"PyTorch {torch.__version__} has CUDA {needed}, but no nvcc of CUDA {major} was found"
+        f"{others}.\n{cure}\nTo build for the CPU alone: set AMP_EXT_CUDA=0."
+    )
+
+
 def choose_cuda() -> bool:
     """Returns True to build the CUDA backend, and then sets environment variables for PyTorch."""
     choice = os.environ.get("AMP_EXT_CUDA", "")
@@ -115,24 +146,8 @@ def choose_cuda() -> bool:
         if choice == "1":
             fail(f"AMP_EXT_CUDA=1, but PyTorch {torch.__version__} is built without CUDA.")
         return False
-    cuda_home = find_cuda_home()
-    if cuda_home is None:
-        missing = (
-            f"PyTorch {torch.__version__} uses CUDA {torch.version.cuda}, but no nvcc of its "
-            "toolkit is found (CUDA_HOME is not set)"
-        )
-        if choice == "1":
-            fail(f"AMP_EXT_CUDA=1. {missing}.")
-        print(f"amp_ext: {missing}.")
-        return False
-
+    cuda_home = find_cuda_home(torch.version.cuda)
     toolkit = toolkit_version(cuda_home)
-    if toolkit[0] != int(torch.version.cuda.split(".")[0]):
-        fail(
-            f"the CUDA toolkit is {toolkit[0]}.{toolkit[1]} (CUDA_HOME={cuda_home}), but PyTorch\n"
-            f"{torch.__version__} uses CUDA {torch.version.cuda}. Set CUDA_HOME to a toolkit of\n"
-            "that major version, or AMP_EXT_CUDA=0 to build for the CPU alone."
-        )
     os.environ["CUDA_HOME"] = cuda_home
     if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not torch.cuda.is_available():
         newest = ";10.0;12.0+PTX" if toolkit >= (12, 8) else "+PTX"
@@ -199,6 +214,28 @@ device_type = "cuda" if with_cuda else "cpu"
 include_dirs = own_include_dirs + cpp_extension.include_paths(device_type)
 library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
+
+
+def cuda_libraries() -> list[str]:
+    """Returns the libraries of CUDA that the kernels need, as names for the linker.
+
+    The runtime that pip installs has no plain name, libcudart.so, so it is linked by its file name.
+    """
+    if not with_cuda:
+        return []
+    files = [file.name for folder in library_dirs for file in Path(folder).glob("libcudart.so*")]
+    plain = "libcudart.so" in files or not files
+    return ["c10_cuda", "torch_cuda", "cudart" if plain else f":{min(files)}"]
+
+
+def run_paths(*folders_of_torch: str) -> list[str]:
+    """Returns linker options with which a library finds PyTorch, and CUDA's runtime beside it."""
+    found = list(folders_of_torch)
+    if with_cuda:  # the runtime that pip installs with PyTorch
+        major = str(torch.version.cuda).split(".")[0]
+        found += [f"{folder}/../../nvidia/cu{major}/lib" for folder in folders_of_torch]
+    return [f"-Wl,-rpath,{folder}" for folder in found]
+
 
 # Keep this list equal to the sources in CMakeLists.txt.
 core = glob("csrc/**/*.cpp", recursive=True)
@@ -322,7 +359,7 @@ class BuildExtension(cpp_extension.BuildExtension):
             exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
             if self.in_place:  # only in site-packages, PyTorch is next to the package
-                extension.extra_link_args.append(f"-Wl,-rpath,{torch_folder}/lib")
+                extension.extra_link_args += run_paths(f"{torch_folder}/lib")
         super().build_extension(extension)
 
     def unite(self, name: str, files: list[str]) -> str:
@@ -370,13 +407,12 @@ library = setuptools.Extension(
     core,
     include_dirs=include_dirs,
     library_dirs=library_dirs,
-    libraries=["c10", "torch_cpu", "torch"]
-    + (["c10_cuda", "torch_cuda", "cudart"] if with_cuda else []),
+    libraries=["c10", "torch_cpu", "torch", *cuda_libraries()],
     extra_compile_args=dict(flags),
     extra_link_args=[
         *flags_of("link"),
         "-Wl,-soname,libamp_ext.so",
-        "-Wl,-rpath,$ORIGIN/../../torch/lib",
+        *run_paths("$ORIGIN/../../torch/lib"),
     ],
 )
 module = setuptools.Extension(

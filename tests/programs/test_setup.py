@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
+from collections.abc import Callable
 from email import message_from_bytes
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,92 @@ def test_a_cuda_home_without_a_compiler_is_refused_by_name(setup, monkeypatch, t
         setup["choose_cuda"]()
     monkeypatch.setenv("AMP_EXT_CUDA", "0")
     assert setup["choose_cuda"]() is False
+
+
+# The CUDA of the nvcc on the PATH and of pip's, and the folder of the one that CUDA 13.2 takes.
+COMPILERS = {
+    "path": ("13.0", None, "path"),
+    "path-first": ("13.0", "13.2", "path"),
+    "pip": (None, "13.2", "nvidia/cu13"),
+    "another-on-the-path": ("12.8", "13.2", "nvidia/cu13"),
+}
+
+
+@pytest.fixture
+def compilers(setup, monkeypatch, tmp_path) -> Callable[..., None]:
+    """Makes compilers that tell their folder and version; hides those of this machine."""
+    for each in ("CUDA_HOME", "CUDA_PATH", "AMP_EXT_CUDA"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+
+    def compilers(needed: str, **versions: str | None) -> None:
+        monkeypatch.setattr(torch.version, "cuda", needed)
+        for name, version in versions.items():
+            nvcc = tmp_path / {"pip": "nvidia/cu13"}.get(name, name) / "bin" / "nvcc"
+            if version is not None:
+                nvcc.parent.mkdir(parents=True)
+                nvcc.write_text(
+                    f"#!/bin/sh\necho release {version},\necho '#$ TOP={nvcc.parents[1]}' >&2"
+                )
+                nvcc.chmod(0o755)
+
+        def which(name: str) -> str | None:
+            file = tmp_path / "path" / "bin" / name  # an absolute name stays as it is
+            return str(file) if file.is_file() and file.is_relative_to(tmp_path) else None
+
+        monkeypatch.setattr(shutil, "which", which)
+        packages = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: packages)
+
+    return compilers
+
+
+@pytest.mark.parametrize(("path", "pip", "taken"), rows(COMPILERS))
+def test_a_compiler_of_the_major_version_is_taken(setup, compilers, tmp_path, path, pip, taken):
+    compilers("13.2", path=path, pip=pip)
+    assert setup["choose_cuda"]() is True
+    assert os.environ["CUDA_HOME"] == str(tmp_path / taken)
+
+
+WITH_PIP = "To install it: pip install 'cuda-toolkit[nvcc,nvvm,cccl]==13.2.*'"
+WITH_TOOLKIT = "Install the toolkit of CUDA 12.8, and set CUDA_HOME to its folder."
+# CUDA of PyTorch, CUDA of the nvcc on the PATH, and two of the three lines.
+NO_COMPILER = {
+    "none": ("13.2", None, "no nvcc of CUDA 13 was found.", WITH_PIP),
+    "another": ("13.2", "12.8", "CUDA 13 was found, only {}/path of 12.8.", WITH_PIP),
+    "cuda-12": ("12.8", "13.0", "CUDA 12 was found, only {}/path of 13.0.", WITH_TOOLKIT),
+}
+
+
+@pytest.mark.parametrize("choice", ["", "1"])
+@pytest.mark.parametrize(("needed", "path", "missing", "cure"), rows(NO_COMPILER))
+def test_without_a_compiler_the_build_stops_with_three_lines(
+    setup, compilers, monkeypatch, tmp_path, needed, path, missing, cure, choice
+):
+    compilers(needed, path=path)
+    monkeypatch.setenv("AMP_EXT_CUDA", choice)
+    with pytest.raises(SystemExit) as ended:
+        setup["choose_cuda"]()
+    lines = str(ended.value).strip().splitlines()
+    assert lines[0].startswith(f"amp_ext: PyTorch {torch.__version__} has CUDA {needed}, but no")
+    assert lines[0].endswith(missing.format(tmp_path))
+    assert lines[1:] == [cure, "To build for the CPU alone: set AMP_EXT_CUDA=0."]
+
+
+RUNTIMES = {
+    "toolkit": (["libcudart.so", "libcudart.so.13"], "cudart"),
+    "pip": (["libcudart.so.13"], ":libcudart.so.13"),
+    "for-the-linker-to-find": ([], "cudart"),
+}
+
+
+@pytest.mark.parametrize(("files", "name"), rows(RUNTIMES))
+def test_the_runtime_is_linked_by_its_file_where_it_has_no_plain_name(setup, tmp_path, files, name):
+    for file in files:
+        (tmp_path / file).touch()
+    settings = {"with_cuda": True, "library_dirs": [str(tmp_path)]}
+    libraries = types.FunctionType(setup["cuda_libraries"].__code__, {**setup, **settings})
+    assert libraries()[-1] == name
 
 
 # Requirements.
