@@ -121,12 +121,11 @@ int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInpu
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
     using Shape = GradientShape<Storage>;
-    using Table = GradientTable<Shape>;
-    MultiplyArguments<Table> arguments;
+    MultiplyArguments<GradientTable> arguments;
     arguments.inputs = inputs;
     arguments.outputs = {found_inf, first_nonfinite};
-    return launch_gradients<Storage, Shape>(multiply_kernel<Storage, Table, Shape>, all_args, count,
-                                            arguments, stream, is_launched);
+    return launch_gradients<Storage, Shape>(multiply_kernel<Storage, GradientTable, Shape>,
+                                            all_args, count, arguments, stream, is_launched);
   });
 }
 
@@ -135,11 +134,10 @@ int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* co
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
     using Shape = GradientShape<Storage>;
-    using Table = GradientTable<Shape>;
-    CountArguments<Table> arguments;
+    CountArguments<GradientTable> arguments;
     arguments.counts = reinterpret_cast<unsigned long long*>(counts);
-    return launch_gradients<Storage, Shape>(count_kernel<Storage, Table, Shape>, all_args, count,
-                                            arguments, stream);
+    return launch_gradients<Storage, Shape>(count_kernel<Storage, GradientTable, Shape>, all_args,
+                                            count, arguments, stream);
   });
 }
 

@@ -34,7 +34,6 @@ __device__ bool is_nonfinite(Storage value) {
 }
 
 // The gradients of one launch. Kernels have up to 80 bytes of other arguments.
-template <typename Shape>
 using GradientTable = TensorTable<1, kArgumentBytes - 80>;
 
 // The part of a gradient that this block works on.
@@ -283,16 +282,15 @@ int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t co
 template <typename Storage, typename Shape>
 int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
                 cudaStream_t stream) {
-  using Table = GradientTable<Shape>;
-  GradScanArguments<Table> arguments;
+  GradScanArguments<GradientTable> arguments;
   arguments.grad_scale = launch_of_all.grad_scale;
   arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
   arguments.sum_of_squares = launch_of_all.sum_of_squares;
   arguments.scratch = scratch;
   arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
   const auto kernel = launch_of_all.sum_of_squares != nullptr
-                          ? scan_kernel<Storage, Table, Shape, true>
-                          : scan_kernel<Storage, Table, Shape, false>;
+                          ? scan_kernel<Storage, GradientTable, Shape, true>
+                          : scan_kernel<Storage, GradientTable, Shape, false>;
   return launch_gradients<Storage, Shape>(kernel, launch_of_all.all_args, launch_of_all.count,
                                           arguments, stream);
 }
