@@ -35,7 +35,7 @@ SHELL := /bin/bash
 COMMA := ,
 
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build gpu-check cmake-routes wheel clean
+.PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build test-torch gpu-check cmake-routes wheel clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -109,9 +109,12 @@ bench-peers: $(BUILT)  ## Times it beside DeepSpeed and others in .venv-peers; R
 	$$python $(if $(TEST),-m pytest $(CURDIR)/tests/programs/test_bench{$(COMMA)_peers}.py -p no:cacheprovider,\
 	    $(CURDIR)/benchmarks/peers.py --out $(abspath $(RESULTS))) $(BENCH_ARGS)
 
-# Neither uses .venv: the one makes an environment, the other takes the present one.
-cuda-build:  ## Builds for CUDA in .venv-cuda and tests that without a GPU; TORCH=2.15.0 chooses
+# Neither uses .venv: they make an environment for each PyTorch.
+cuda-build:  ## Builds for CUDA in .venv-torch and tests that without a GPU; TORCH=2.15.0 chooses
 	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/cuda_build.sh $(WORKERS)
+
+test-torch:  ## Runs the quick tests with another PyTorch, in .venv-torch; TORCH=2.15.0 chooses
+	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/test_torch.sh $(WORKERS) $(PYTEST_ARGS)
 
 wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty environment
 	@PYTHON=$(PYTHON) scripts/wheel.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the extension with CPU and CUDA backends against a CUDA PyTorch, from the source distribution,
 # and runs the tests that need no GPU. Checks the machine code for sm_90, as compile_kernels.sh does for
-# other architectures. All files are in .venv-cuda/<version of PyTorch>; the checkout's build is unchanged.
+# other architectures. All files are in .venv-torch/<version of PyTorch>; the checkout's build is unchanged.
 #
 #   TORCH=2.11.0        version of PyTorch; its environment (several GB) is created if it is missing
 #   BASE_PYTHON=python  Python that creates the environment (Python 3.12 if found, else python3)
@@ -14,47 +14,11 @@ cd "$(dirname "$0")/.."
 source scripts/own_environment.sh
 
 torch=${TORCH:-2.11.0}
-home=.venv-cuda/$torch
-python=$PWD/$home/bin/python
 tests=$PWD/tests
 
 fail() {
   echo "cuda_build.sh: $1" >&2
   exit "${2:-1}"
-}
-
-find_python() {
-  local candidate candidates
-  candidates=(python3.12 "$(pyenv prefix "$(pyenv latest 3.12)" 2> /dev/null)/bin/python3" python3)
-  [ -z "${BASE_PYTHON:-}" ] || candidates=("$BASE_PYTHON")
-  for candidate in "${candidates[@]}"; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  fail "Python 3.10 or newer is needed: make cuda-build BASE_PYTHON=python3.12"
-}
-
-requirements() {
-  grep -E '^(hypothesis|ninja|numpy|nvidia-cuda-nvdisasm|pytest|pytest-xdist|wheel)==' requirements.txt
-}
-
-# Creates a complete environment, or none if the installation fails. Caches no wheels, to save space.
-make_cuda_environment() {
-  local base
-  base=$(find_python)
-  echo "Installing PyTorch $torch into $home, $("$base" --version) (once, several GB)"
-  rm -rf "$home"
-  trap 'rm -rf "$home"' EXIT
-  mkdir -p "$home/tmp"
-  "$base" -m venv "$home"
-  requirements > "$home/tmp/requirements.txt"
-  TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
-    "torch==$torch" 'setuptools>=77,<82' -r "$home/tmp/requirements.txt"
-  mv "$home/tmp/requirements.txt" "$home/.installed"
-  rm -rf "$home/tmp"
-  trap - EXIT
 }
 
 build() {
@@ -141,7 +105,7 @@ run_tests() {
     --ignore="$tests"/state_machine --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
 }
 
-[ "$(cat "$home/.installed" 2> /dev/null)" = "$(requirements)" ] || make_cuda_environment
+make_torch_environment "$torch"
 digest="$torch $(digest_of csrc amp_ext/{include,share} tests/cpp setup.py scripts/{cuda_build,own_environment}.sh scripts/{check_machine_code.py,machine_code.txt})"
 if [ "$(cat "$home/.passed" 2> /dev/null)" = "$digest" ]; then
   echo "the CUDA build for PyTorch $torch is as it was when it passed ($home)"

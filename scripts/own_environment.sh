@@ -4,6 +4,8 @@
 #   copy_sources FOLDER builds the source distribution and unpacks it into FOLDER
 #   make_environment .venv-NAME requirements-NAME.txt   creates the environment with $BASE_PYTHON
 #                       (python3) if it is missing or the file has changed; sets $home and $python
+#   make_torch_environment VERSION   creates .venv-torch/VERSION (several GB) with that PyTorch, if it is
+#                       missing, with $BASE_PYTHON (python3.12 if found, else python3); sets both, too
 #   provide_extension   uses the extension built in the checkout if it fits the environment's PyTorch,
 #                       and sets PYTHONPATH to it; otherwise builds one into the environment
 
@@ -37,6 +39,46 @@ make_environment() {
   trap - EXIT
 }
 
+_find_python() {
+  local candidate candidates
+  candidates=(python3.12 "$(pyenv prefix "$(pyenv latest 3.12)" 2> /dev/null)/bin/python3" python3)
+  [ -z "${BASE_PYTHON:-}" ] || candidates=("$BASE_PYTHON")
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "${0##*/}: Python 3.10 or newer is needed: BASE_PYTHON=python3.12" >&2
+  exit 1
+}
+
+_requirements() {
+  grep -E '^(hypothesis|ninja|numpy|nvidia-cuda-nvdisasm|pytest|pytest-xdist|wheel)==' requirements.txt
+}
+
+# Creates a complete environment, or none if the installation fails. Caches no wheels, to save space.
+make_torch_environment() {
+  local base
+  home=.venv-torch/$1
+  python=$PWD/$home/bin/python
+  if [ "$(cat "$home/.installed" 2> /dev/null)" = "$(_requirements)" ]; then
+    return
+  fi
+  base=$(_find_python)
+  echo "Installing PyTorch $1 into $home, $("$base" --version) (once, several GB)"
+  rm -rf "$home"
+  trap 'rm -rf "$home"' EXIT
+  mkdir -p "$home/tmp"
+  "$base" -m venv "$home"
+  _requirements > "$home/tmp/requirements.txt"
+  TMPDIR=$PWD/$home/tmp "$python" -m pip install -qq --no-cache-dir \
+    "torch==$1" 'setuptools>=77,<82' -r "$home/tmp/requirements.txt"
+  mv "$home/tmp/requirements.txt" "$home/.installed"
+  rm -rf "$home/tmp"
+  trap - EXIT
+}
+
 # Removes old files first, because a wheel includes everything in build/lib. Keeps compiled objects.
 copy_sources() {
   mkdir -p "$1"
@@ -49,10 +91,10 @@ copy_sources() {
   tar -xzf "$1"/sdist/*.tar.gz --strip-components=1 -C "$1"
 }
 
-# Installs with pip into site-packages, as a user would. The checkout is unchanged.
+# Installs $home/source or $1 with pip into site-packages, as a user would. The checkout is unchanged.
 install_copy() {
   "$python" -m pip install -v --no-build-isolation --no-deps --force-reinstall --no-cache-dir \
-    "./$home/source" > "$home/build.log" 2>&1 || {
+    "./${1:-$home/source}" > "$home/build.log" 2>&1 || {
     cat "$home/build.log" >&2
     exit 1
   }

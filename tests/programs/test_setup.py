@@ -199,8 +199,8 @@ def test_the_runtime_is_linked_by_its_file_where_it_has_no_plain_name(setup, tmp
 
 # Requirements.
 
-FILES = ["README.md", "docs/quickstart.md", "pyproject.toml", "scripts/cuda_build.sh", "setup.py"]
-FILES += ["Dockerfile"]
+FILES = ["README.md", "docs/quickstart.md", "pyproject.toml", "setup.py", "Dockerfile"]
+FILES += ["scripts/own_environment.sh"]
 PINNED = re.search(r"^setuptools==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
 
 

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Builds amp_ext for the CPU with any release of PyTorch, from the source distribution, and runs the quick
+# tests and those of CMake with it. Says which private parts of PyTorch have moved. All files are in
+# .venv-torch/<version of PyTorch>; the checkout's build is unchanged.
+#
+#   TORCH=2.15.0             version of PyTorch; its environment (several GB) is created if it is missing
+#   BASE_PYTHON=python3.11   Python that creates the environment
+#   arguments                are passed to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/own_environment.sh
+torch=${TORCH:-2.15.0}
+tests=$PWD/tests
+export AMP_EXT_CUDA=0
+make_torch_environment "$torch"
+
+echo "Building for PyTorch $torch (log: $home/build.log)"
+copy_sources "$home/source_cpu"
+install_copy "$home/source_cpu"
+"$python" -W ignore scripts/private_parts.py
+
+# The CMake files of a PyTorch with CUDA look for a toolkit, although this build of amp_ext has no CUDA. nvcc
+# on the PATH may be a wrapper, which knows where the toolkit is.
+cmake=$tests/programs/test_cmake.py
+if toolkit=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') && [ -n "$toolkit" ]; then
+  toolkit=$(realpath "$toolkit")
+  export CUDACXX=$toolkit/bin/nvcc CUDAToolkit_ROOT=$toolkit CUDA_PATH=$toolkit
+elif "$python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+  echo "no CUDA toolkit: the tests of CMake are left out"
+  cmake=
+fi
+
+# Leaves out the tests of the checkout itself, as cuda_build.sh does.
+run() {
+  (cd "$home" && "$python" -m pytest -q -rfE -p no:cacheprovider "$@")
+}
+run "$tests" -m 'not slow' -k 'not emulated' --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@"
+[ -z "$cmake" ] || run "$cmake" -m slow
+echo "passed for PyTorch $torch in $SECONDS s"
