@@ -116,8 +116,8 @@ cuda-build:  ## Builds for CUDA in .venv-torch and tests that without a GPU; TOR
 test-torch:  ## Runs the quick tests with another PyTorch, in .venv-torch; TORCH=2.15.0 chooses
 	@PATH='$(PATH_BEFORE)' TORCH=$(TORCH) scripts/test_torch.sh $(WORKERS) $(PYTEST_ARGS)
 
-wheel: $(INSTALLED)  ## Builds a wheel into dist/ and tries it in an empty environment
-	@PYTHON=$(PYTHON) scripts/wheel.sh
+wheel: $(if $(TORCHES),,$(INSTALLED))  ## Builds a wheel into dist/ and tries it; TORCHES='2.13.0 2.14.1' for several releases
+	@$(if $(TORCHES),PATH='$(PATH_BEFORE)' TORCHES='$(TORCHES)') PYTHON=$(PYTHON) scripts/wheel.sh
 
 # The first way has the sources in the program's project, the second way installs the library to a prefix and
 # finds it without environment variables. tests/programs/test_cmake.py tests the library of the Python package.

@@ -1,12 +1,14 @@
-"""Builds amp_ext against the PyTorch of this environment: a library and a Python module.
+"""Builds amp_ext against the PyTorch of this environment: two libraries and a Python module.
 
-The library `amp_ext/lib/libamp_ext.so` has everything except the bindings. It doesn't depend on
-Python, so C++ programs can link it, too. The module `amp_ext._C` has the bindings and links the
-library.
+`amp_ext/lib/libamp_ext_kernels.so` has the engines, which know nothing of PyTorch. The library
+`amp_ext/lib/libamp_ext.so` has everything else except the bindings. It doesn't depend on Python, so
+C++ programs can link it, too. The module `amp_ext._C` has the bindings and links the library.
 
 Environment: AMP_EXT_CUDA=0|1 forces the CUDA backend off or on; if it is not set, the backend is
 built if PyTorch has CUDA, and without an nvcc the build stops. CUDA_HOME, TORCH_CUDA_ARCH_LIST,
-MAX_JOBS and CXX have the same meaning as in PyTorch.
+MAX_JOBS and CXX have the same meaning as in PyTorch. AMP_EXT_KERNELS names a file: the library of
+the kernels, which the first of several builds writes there, and the others take instead of
+compiling it again. scripts/wheel.sh makes one wheel of such builds.
 """
 
 import functools
@@ -32,7 +34,8 @@ INSTALL = (
     '    pip install torch "setuptools>=77,<82" ninja wheel && pip install --no-build-isolation .\n'
 )
 
-LIBRARY, MODULE = "amp_ext.lib.libamp_ext", "amp_ext._C"
+KERNELS, LIBRARY = "amp_ext.lib.libamp_ext_kernels", "amp_ext.lib.libamp_ext"
+MODULE = "amp_ext._C"
 # Folders whose sources are compiled one by one. All other sources are united into three files (for
 # csrc/libtorch, for csrc/python, and for the rest), because PyTorch's headers take longer to
 # compile than the sources.
@@ -216,8 +219,8 @@ library_dirs = cpp_extension.library_paths(device_type)
 torch_folder = str(Path(torch.__file__).parent)
 
 
-def cuda_libraries() -> list[str]:
-    """Returns the libraries of CUDA that the kernels need, as names for the linker.
+def cuda_runtime() -> list[str]:
+    """Returns the library of CUDA that the kernels need, as a name for the linker.
 
     The runtime that pip installs has no plain name, libcudart.so, so it is linked by its file name.
     """
@@ -225,15 +228,15 @@ def cuda_libraries() -> list[str]:
         return []
     files = [file.name for folder in library_dirs for file in Path(folder).glob("libcudart.so*")]
     plain = "libcudart.so" in files or not files
-    return ["c10_cuda", "torch_cuda", "cudart" if plain else f":{min(files)}"]
+    return ["cudart" if plain else f":{min(files)}"]
 
 
-def run_paths(*folders_of_torch: str) -> list[str]:
+def run_paths(site_packages: str) -> list[str]:
     """Returns linker options with which a library finds PyTorch, and CUDA's runtime beside it."""
-    found = list(folders_of_torch)
+    found = [f"{site_packages}/torch/lib"]
     if with_cuda:  # the runtime that pip installs with PyTorch
         major = str(torch.version.cuda).split(".")[0]
-        found += [f"{folder}/../../nvidia/cu{major}/lib" for folder in folders_of_torch]
+        found.append(f"{site_packages}/nvidia/cu{major}/lib")
     return [f"-Wl,-rpath,{folder}" for folder in found]
 
 
@@ -241,7 +244,10 @@ def run_paths(*folders_of_torch: str) -> list[str]:
 core = glob("csrc/**/*.cpp", recursive=True)
 core += glob("csrc/cuda/*.cu") if with_cuda else []
 bindings = sorted(file for file in core if file.startswith("csrc/python"))
-core = sorted(set(core) - set(bindings))
+engines = sorted(file for file in core if file.startswith(ENGINES))
+core = sorted(set(core) - set(bindings) - set(engines))
+# The library of the kernels that builds for several releases of PyTorch share, or "".
+shared_kernels = os.environ.get("AMP_EXT_KERNELS", "")
 
 
 def architectures() -> list[str]:
@@ -251,9 +257,9 @@ def architectures() -> list[str]:
     return sorted(set(re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))))
 
 
-def digest() -> str:
-    """Returns a hash of the sources, flags, architectures and PyTorch version of the build."""
-    text = hashlib.sha256(json.dumps([torch.__version__, flags, architectures()]).encode())
+def digest(*versions: str) -> str:
+    """Returns a hash of the sources, flags and architectures of the build, and of ``versions``."""
+    text = hashlib.sha256(json.dumps([versions, flags, architectures()]).encode())
     for folder in own_include_dirs:
         for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
             text.update(file.read_bytes())
@@ -293,16 +299,17 @@ def describe(build: str, version: str, torch_folder: str | None) -> dict[str, ob
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Builds the library, the module that links it, and files that describe the build."""
+    """Builds the libraries, the module that links them, and files that describe the build."""
 
     def run(self) -> None:
-        """Builds both extensions, then writes ``_build_info.json`` and ``amp_extBuild.cmake``."""
+        """Builds all extensions, then writes ``_build_info.json`` and ``amp_extBuild.cmake``."""
         backends = "cpu and cuda" if with_cuda else "cpu"
         print(f"amp_ext: building {backends} for PyTorch {torch.__version__}")
         self.in_place = bool(self.inplace)  # a copy, because setuptools clears `inplace` in run()
         version = self.distribution.get_version().split("+")[0]  # without a local part: "+cu130"
         release = torch.__version__.split("+")[0]
-        self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest()}"
+        self.build_name = f"AMP_EXT_{version}_torch_{release}_{digest(torch.__version__)}"
+        self.kernels_name = f"AMP_EXT_KERNELS_{version}_{digest()}"
         try:
             super().run()
         except Exception as error:
@@ -321,46 +328,53 @@ class BuildExtension(cpp_extension.BuildExtension):
         )
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Returns the file name of an extension, without a Python version for the library."""
-        if fullname.split(".")[-1] == LIBRARY.split(".")[-1]:
+        """Returns the file name of an extension, without a Python version for a library."""
+        if fullname.split(".")[-1].startswith("lib"):
             return f"{fullname.replace('.', os.sep)}.so"
         return super().get_ext_filename(fullname)
 
     def build_extension(self, extension: setuptools.Extension) -> None:
         """Compiles the sources, unites some of them first, and completes the linker options."""
+        kernels = Path(self.get_ext_fullpath(KERNELS))
+        is_compiled = Path(shared_kernels).is_file()
         for of_compiler in extension.extra_compile_args.values():
-            # No source uses TORCH_EXTENSION_NAME. Without it, library and module have the same
-            # flags, so that the module's sources can be compiled along with the library's.
+            # No source uses TORCH_EXTENSION_NAME. Without it, all extensions have the same flags,
+            # so that their sources can be compiled together.
             of_compiler[:] = [flag for flag in of_compiler if "TORCH_EXTENSION_NAME" not in flag]
         of_python = self.unite("python", bindings)
-        if extension.name == MODULE:
-            extension.sources = [of_python]
-            extension.library_dirs.insert(0, str(Path(self.get_ext_fullpath(LIBRARY)).parent))
-        else:
-            alone = [file for file in core if file.startswith(ENGINES)]
-            libtorch = [file for file in core if file.startswith("csrc/libtorch")]
-            others = [file for file in core if file not in (*alone, *libtorch)]
-            # The longest compilation is first and the shortest last, so that all cores finish at
-            # about the same time.
-            longer, shorter = self.unite("libtorch", libtorch), self.unite("others", others)
-            extension.sources = [longer, *alone, shorter]
-            if self.use_ninja:
-                # Compiles the sources of both extensions in one run of ninja, so that more sources
-                # are compiled in parallel. The later runs of ninja then find nothing to do.
-                self.compiler.compile(
-                    [of_python, *extension.sources],
-                    output_dir=self.build_temp,
-                    include_dirs=extension.include_dirs,
-                    extra_postargs=extension.extra_compile_args,
-                )
-            exports = Path(self.build_temp, "exports.map")
+        libtorch = [file for file in core if file.startswith("csrc/libtorch")]
+        longer = self.unite("libtorch", libtorch)
+        shorter = self.unite("others", sorted(set(core) - set(libtorch)))
+        if extension.name == KERNELS and self.use_ninja:
+            # Compiles the sources of all extensions in one run of ninja, so that more sources are
+            # compiled in parallel. The later runs of ninja then find nothing to do. The longest
+            # compilation is first and the shortest last, so that all cores finish at about the
+            # same time.
+            self.compiler.compile(
+                [of_python, longer, *([] if is_compiled else engines), shorter],
+                output_dir=self.build_temp,
+                include_dirs=extension.include_dirs,
+                extra_postargs=extension.extra_compile_args,
+            )
+        if extension.name == KERNELS and is_compiled:
+            kernels.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(shared_kernels, kernels)
+            return
+        sources = {KERNELS: engines, LIBRARY: [longer, shorter], MODULE: [of_python]}
+        extension.sources = sources[extension.name]
+        extension.library_dirs.insert(0, str(kernels.parent))
+        if extension.name != MODULE:
+            exports = Path(self.build_temp, f"{extension.name}.map")
             exports.parent.mkdir(parents=True, exist_ok=True)
+            name = self.kernels_name if extension.name == KERNELS else self.build_name
             text = (ROOT / "csrc" / "exports.map.in").read_text()
-            exports.write_text(text.replace("@AMP_EXT_BUILD@", self.build_name))
+            exports.write_text(text.replace("@AMP_EXT_BUILD@", name))
             extension.extra_link_args.append(f"-Wl,--version-script={exports}")
             if self.in_place:  # only in site-packages, PyTorch is next to the package
-                extension.extra_link_args += run_paths(f"{torch_folder}/lib")
+                extension.extra_link_args += run_paths(str(Path(torch_folder).parent))
         super().build_extension(extension)
+        if extension.name == KERNELS and shared_kernels:
+            shutil.copyfile(kernels, shared_kernels)
 
     def unite(self, name: str, files: list[str]) -> str:
         """Writes a source file that includes ``files``, if its text is new; returns its path."""
@@ -372,7 +386,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         return str(united)
 
     def copy_extensions_to_source(self) -> None:
-        """Creates the folder of the library, then copies the extensions to the sources."""
+        """Creates the folder of the libraries, then copies the extensions to the sources."""
         Path(self.get_ext_fullpath(LIBRARY)).parent.mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
@@ -402,17 +416,37 @@ class BuildWheel(bdist_wheel.bdist_wheel):
         super().write_wheelfile(wheelfile_base, *arguments)
 
 
+# A wheel for several releases of PyTorch has this library one folder deeper than it is built, in
+# amp_ext/torch2.14/lib for example: scripts/merge_wheels.py.
+deeper = ["-Wl,-rpath,$ORIGIN/../../lib", *run_paths("$ORIGIN/../../..")] if shared_kernels else []
+kernels = setuptools.Extension(
+    KERNELS,
+    engines,
+    include_dirs=include_dirs,
+    library_dirs=library_dirs,
+    libraries=cuda_runtime(),
+    extra_compile_args=dict(flags),
+    extra_link_args=[
+        "-Wl,--as-needed",  # no OpenMP: torch's threads run the engines
+        *flags_of("link"),
+        "-Wl,-soname,libamp_ext_kernels.so",
+        *run_paths("$ORIGIN/../.."),
+    ],
+)
 library = setuptools.Extension(
     LIBRARY,
     core,
     include_dirs=include_dirs,
     library_dirs=library_dirs,
-    libraries=["c10", "torch_cpu", "torch", *cuda_libraries()],
+    libraries=["amp_ext_kernels", "c10", "torch_cpu", "torch"]
+    + (["c10_cuda", "torch_cuda", *cuda_runtime()] if with_cuda else []),
     extra_compile_args=dict(flags),
     extra_link_args=[
         *flags_of("link"),
         "-Wl,-soname,libamp_ext.so",
-        *run_paths("$ORIGIN/../../torch/lib"),
+        "-Wl,-rpath,$ORIGIN",
+        *run_paths("$ORIGIN/../.."),
+        *deeper,
     ],
 )
 module = setuptools.Extension(
@@ -429,6 +463,6 @@ module = setuptools.Extension(
     ],
 )
 setuptools.setup(
-    ext_modules=[library, module],
+    ext_modules=[kernels, library, module],
     cmdclass={"build_ext": BuildExtension, "bdist_wheel": BuildWheel},
 )

@@ -1,7 +1,7 @@
 """Loads the compiled module, or explains at its first use why it can't be loaded.
 
-``_C`` holds the bindings and links ``lib/libamp_ext.so``, which holds everything else. Symbol
-versions make the loader reject a ``_C`` and a library from different builds.
+``_C`` holds the bindings and links ``lib/libamp_ext.so``, which links the kernels. Symbol versions
+make the loader reject files from different builds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import platform
 import re
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,11 +42,29 @@ def _interface(version: str, cuda: str | None) -> tuple[str, str]:
     return release[1] if release else version, (cuda or "").split(".")[0]
 
 
+def build_folder() -> Path:
+    """Returns the folder of the files that were compiled for the torch that runs.
+
+    A wheel for several releases of torch has such a folder for each of them, for example
+    ``torch2.14``. Otherwise it is the folder of the package.
+    """
+    package = Path(__file__).parent
+    own = package / f"torch{_interface(torch.__version__, None)[0]}"
+    return own if own.is_dir() else package
+
+
 def load_binary() -> Any:
     """Imports and returns the compiled module, or a stand-in whose first use raises ImportError."""
+    package, folder = Path(__file__).parent, build_folder()
+    inside = sorted(each.name.removeprefix("torch") for each in package.glob("torch[0-9]*"))
+    if inside and folder == package:
+        return _BrokenBinary(
+            f"this amp_ext was built for torch {', '.join(inside)}; you run torch "
+            f"{torch.__version__}. Install one of these, or build amp_ext for yours: {_REBUILD}"
+        )
     built: dict[str, Any] = {"torch": torch.__version__, "cuda": None, "python": "unknown"}
     with contextlib.suppress(OSError, ValueError, TypeError):  # the file is missing or damaged
-        built |= json.loads(Path(__file__).with_name("_build_info.json").read_text())
+        built |= json.loads((folder / "_build_info.json").read_text())
     builds = (
         f"amp_ext was built for torch {built['torch']} and Python {built['python']}; you run "
         f"torch {torch.__version__} and Python {platform.python_version()}. Rebuild: {_REBUILD}"
@@ -53,6 +72,8 @@ def load_binary() -> Any:
     cuda = torch.version.cuda if built["cuda"] else None  # a build without CUDA fits any
     if _interface(built["torch"], built["cuda"]) != _interface(torch.__version__, cuda):
         return _BrokenBinary(builds)
+    if inside:
+        sys.modules["amp_ext"].__path__.append(str(folder))  # where Python looks for amp_ext._C
     try:
         return importlib.import_module("amp_ext._C")
     except ImportError as error:

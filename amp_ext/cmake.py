@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from amp_ext.binary import build_folder
+
 _PACKAGE = Path(__file__).parent
 
 
@@ -20,7 +22,7 @@ def folder() -> Path:
         FileNotFoundError: If the library that programs link against was not built.
     """
     found = _PACKAGE / "share" / "cmake" / "amp_ext"
-    library = _PACKAGE / "lib" / "libamp_ext.so"
+    library = build_folder() / "lib" / "libamp_ext.so"
     for file in (library, found / "amp_extBuild.cmake"):
         if not file.is_file():
             raise FileNotFoundError(

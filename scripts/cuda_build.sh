@@ -51,7 +51,8 @@ assert importlib.metadata.version("amp-ext") == amp_ext.__version__
 assert "\nRequires-Dist: torch>=2.11\n" in pathlib.Path(sys.argv[2], "PKG-INFO").read_text()
 minor = ".".join(torch.__version__.split(".")[:2])
 assert f"torch=={minor}.*" in importlib.metadata.requires("amp-ext")
-for name in ("py.typed", "_C.pyi", "lib/libamp_ext.so", "include/amp_ext/ops.h"):
+libraries = ("lib/libamp_ext.so", "lib/libamp_ext_kernels.so")
+for name in ("py.typed", "_C.pyi", *libraries, "include/amp_ext/ops.h"):
     assert (folder / name).is_file(), name
 for name in ("Config", "ConfigVersion", "Build"):
     assert (cmake.folder() / f"amp_ext{name}.cmake").is_file(), name
@@ -72,7 +73,7 @@ found = shutil.which("cuobjdump") or next(pathlib.Path(sys.prefix).rglob("bin/cu
 if found is None:
     print("no cuobjdump: the architectures in the library were not looked at")
 else:
-    library = folder / "lib" / "libamp_ext.so"
+    library = folder / "lib" / "libamp_ext_kernels.so"
     count = {}
     for kind in ("elf", "ptx"):
         listed = subprocess.run([found, f"--list-{kind}", library], capture_output=True, check=True)
@@ -80,7 +81,7 @@ else:
         assert names and all("sm_90" in name for name in names), names
         count[kind] = len(names)
     assert count["elf"] == count["ptx"], count
-    print(f"the library, {library.stat().st_size >> 20} MiB, has {count} for sm_90")
+    print(f"the library of the kernels, {library.stat().st_size >> 20} MiB, has {count} for sm_90")
 
 assert not torch.cuda.is_available()
 # A fake CUDA tensor, which has no memory, is refused with an error and does not crash.

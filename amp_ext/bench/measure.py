@@ -21,6 +21,7 @@ from torch.utils.benchmark import Timer
 import amp_ext
 from amp_ext import ops
 from amp_ext.bench.steps import Program, ShapeList, Step, Work
+from amp_ext.binary import build_folder
 
 STREAMING_ELEMENTS = {"cpu": 64_000_000, "cuda": 256_000_000}  # float32, many times the caches
 ROUNDS = 6  # number of turns of each side
@@ -31,7 +32,7 @@ def describe(device: torch.device) -> list[str]:
     found = re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text())
     gpu = f"{torch.cuda.get_device_name(device)}; " if device.type == "cuda" else ""
     cpu = f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
-    info = Path(amp_ext.__file__).with_name("_build_info.json")
+    info = build_folder() / "_build_info.json"
     commit = (json.loads(info.read_text())["git"] if info.exists() else None) or "unknown"
     return [
         f"{gpu}{cpu}, load average {os.getloadavg()[0]:.1f}",

@@ -19,6 +19,7 @@ import torch
 
 import amp_ext
 from amp_ext import ops
+from amp_ext.binary import build_folder
 from amp_ext.info.check import DTYPES, check, check_division
 
 PACKAGE = Path(amp_ext.__file__).parent
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="takes real steps on each device")
     options = parser.parse_args(arguments)
-    file = PACKAGE / "_build_info.json"
+    file = build_folder() / "_build_info.json"
     build = json.loads(file.read_text()) if file.exists() else {}
     gpus = range(torch.cuda.device_count())
     capabilities = ["{}.{}".format(*torch.cuda.get_device_capability(index)) for index in gpus]
@@ -66,7 +67,7 @@ def _facts(
     yield "amp_ext", f"{amp_ext.__version__} in {PACKAGE}"
     yield "torch", f"{torch.__version__}, {_with_cuda(torch.version.cuda)}"
     yield "Python", platform.python_version()
-    library = PACKAGE / "lib" / "libamp_ext.so"
+    library = build_folder() / "lib" / "libamp_ext.so"
     yield "library", str(library) if library.is_file() else "none that programs in C++ could link"
     if build:
         toolkit = f", CUDA toolkit {build['toolkit']}" if build["toolkit"] else ""

@@ -1,6 +1,8 @@
 // The CPU engine: the kernels of one instruction set, and the choice of the set.
 #pragma once
 
+#include <amp_ext/export.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -46,6 +48,6 @@ extern const Engine kEngine;
 
 // Returns the widest engine for the processor, or the one that the environment variable
 // AMP_EXT_CPU_ISA names (plain, avx2, avx512); null if that engine is unknown or can't run.
-const Engine* select_engine();
+AMP_EXT_API const Engine* select_engine();
 
 }  // namespace amp_ext::cpu

@@ -1,6 +1,8 @@
 // Launches on the CPU: divides the work into ranges, one per thread, and combines the results.
 #pragma once
 
+#include <amp_ext/export.h>
+
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -14,7 +16,7 @@ namespace amp_ext::cpu {
 using ParallelFor = void (*)(int64_t total, int64_t grain,
                              const std::function<void(int64_t, int64_t)>& run);
 
-class Launcher {
+class AMP_EXT_API Launcher {
  public:
   // If `asks_ahead` is true, the kernels prefetch.
   Launcher(const Engine& engine, ParallelFor parallel_for, bool asks_ahead)

@@ -113,6 +113,7 @@ def test_a_package_that_was_not_built_ends_the_configuration(
     assert done.returncode != 0
     assert "libamp_ext.so is not there, or what its build notes" in " ".join(done.stderr.split())
     monkeypatch.setattr(cmake, "_PACKAGE", copy)
+    monkeypatch.setattr(cmake, "build_folder", lambda: copy)
     assert cmake.main([]) == 1
     assert f"{copy / missing} is missing" in capsys.readouterr().err
 
@@ -145,16 +146,28 @@ def test_the_folder_is_printed(capsys):
     assert capsys.readouterr().out == f"{PACKAGE / 'share' / 'cmake' / 'amp_ext'}\n"
 
 
-def test_the_library_exports_names_of_amp_ext_alone_and_wants_none_of_python():
+# What each library exports, among others, and what it must not want.
+LIBRARIES = {
+    "host": ("libamp_ext.so", "_ZN7amp_ext5step_I", r"_?Py"),
+    "kernels": (
+        "libamp_ext_kernels.so",
+        "_ZNK7amp_ext3cpu8Launcher4step",
+        r"_?Py|_ZN\w*(2at|3c10|5torch)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("library", "one", "unwanted"), rows(LIBRARIES))
+def test_a_library_exports_names_of_amp_ext_alone(library, one, unwanted):
     if shutil.which("nm") is None:
         pytest.skip("needs nm")
-    names = run("nm", "-D", PACKAGE / "lib" / "libamp_ext.so").stdout.splitlines()
+    names = run("nm", "-D", PACKAGE / "lib" / library).stdout.splitlines()
     exported = [name.split()[-1] for name in names if name.split()[-2] not in "Uvw"]
-    assert any(name.startswith("_ZN7amp_ext5step_I") for name in exported)
+    assert any(name.startswith(one) for name in exported)
     assert [
         name for name in exported if not re.search(r"^(_Z\w*?N?K?7amp_ext|AMP_EXT_)", name)
     ] == []
-    assert [name for name in names if re.search(r" U _?Py", name)] == []
+    assert [name for name in names if re.search(f" U ({unwanted})", name)] == []
 
 
 LOAD_ALL = """
@@ -170,7 +183,8 @@ print(*sorted({line.split()[-1] for line in lines if "libamp_ext" in line}))
 
 
 @pytest.mark.slow
-def test_a_process_has_one_library_however_it_is_loaded(run_module, tmp_path):
+def test_a_process_has_each_library_once_however_it_is_loaded(run_module, tmp_path):
     (tmp_path / "load_all.py").write_text(LOAD_ALL)
     done = run_module("load_all", folder=tmp_path)
-    assert (done.stdout, done.stderr) == (f"{PACKAGE / 'lib' / 'libamp_ext.so'}\n", "")
+    library = PACKAGE / "lib" / "libamp_ext"
+    assert (done.stdout, done.stderr) == (f"{library}.so {library}_kernels.so\n", "")

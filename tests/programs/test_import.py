@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import amp_ext
 print("imported", amp_ext.__file__, amp_ext.GradScaler("cpu", enabled=False).get_scale())
 try:
     amp_ext.ops.cpu_isa()
+    print("works")
 except ImportError as error:
     print("explained:", error)
 """
@@ -77,6 +79,34 @@ def test_a_bad_library_is_explained_at_first_use(copy, run_module, tmp_path, ver
     explained = explanation(copy, run_module)
     assert wanted in explained
     assert "Rebuild: pip install --no-build-isolation" in explained
+
+
+# The releases that a wheel has builds for (None: the one that runs), and what the first use says.
+SEVERAL = {
+    "one-of-them": ((None, "99.8"), "works"),
+    "another": (
+        ("1.2", "99.8"),
+        f"this amp_ext was built for torch 1.2, 99.8; you run torch {torch.__version__}. Install",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("releases", "wanted"), rows(SEVERAL))
+def test_a_wheel_for_several_releases_takes_the_build_of_the_one_that_runs(
+    copy, run_module, releases, wanted
+):
+    minor = ".".join(torch.__version__.split(".")[:2])
+    for release in releases:
+        folder = copy / f"torch{release or minor}"
+        shutil.copytree(copy / "lib", folder / "lib")
+        for file in (*copy.glob("_C.*.so"), copy / "_build_info.json"):
+            shutil.copy(file, folder)
+    for file in (*copy.glob("_C.*.so"), copy / "_build_info.json", copy / "lib" / "libamp_ext.so"):
+        file.unlink()
+    explained = explanation(copy, run_module)
+    assert wanted in explained
+    assert ("pip install --no-build-isolation" in explained) == (wanted != "works")
 
 
 # The torch and the CUDA of a build, those that run, and whether they fit.

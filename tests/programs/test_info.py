@@ -67,6 +67,7 @@ def pretend(monkeypatch, tmp_path) -> Callable[..., None]:
     def pretend(*capabilities: tuple[int, int], **build: object) -> None:
         (tmp_path / "_build_info.json").write_text(json.dumps({**BUILD, **build}))
         monkeypatch.setattr(command_line, "PACKAGE", tmp_path)
+        monkeypatch.setattr(command_line, "build_folder", lambda: tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)

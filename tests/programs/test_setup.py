@@ -193,8 +193,8 @@ def test_the_runtime_is_linked_by_its_file_where_it_has_no_plain_name(setup, tmp
     for file in files:
         (tmp_path / file).touch()
     settings = {"with_cuda": True, "library_dirs": [str(tmp_path)]}
-    libraries = types.FunctionType(setup["cuda_libraries"].__code__, {**setup, **settings})
-    assert libraries()[-1] == name
+    libraries = types.FunctionType(setup["cuda_runtime"].__code__, {**setup, **settings})
+    assert libraries() == [name]
 
 
 # Requirements.
