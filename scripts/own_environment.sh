@@ -6,6 +6,8 @@
 #                       (python3) if it is missing or the file has changed; sets $home and $python
 #   make_torch_environment VERSION   creates .venv-torch/VERSION (several GB) with that PyTorch, if it is
 #                       missing, with $BASE_PYTHON (python3.12 if found, else python3); sets both, too
+#   set_toolkit         tells CMake where the CUDA toolkit is; fails if CMake can't use the PyTorch of $python
+#                       because there is none
 #   provide_extension   uses the extension built in the checkout if it fits the environment's PyTorch,
 #                       and sets PYTHONPATH to it; otherwise builds one into the environment
 
@@ -77,6 +79,19 @@ make_torch_environment() {
   mv "$home/tmp/requirements.txt" "$home/.installed"
   rm -rf "$home/tmp"
   trap - EXIT
+}
+
+# The CMake files of a PyTorch with CUDA look for a toolkit, also if amp_ext was built for the CPU alone. nvcc
+# on the PATH may be a wrapper, which knows where the toolkit is.
+set_toolkit() {
+  local toolkit
+  toolkit=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') || true
+  if [ -z "$toolkit" ]; then
+    "$python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'
+    return
+  fi
+  toolkit=$(realpath "$toolkit")
+  export CUDACXX=$toolkit/bin/nvcc CUDAToolkit_ROOT=$toolkit CUDA_PATH=$toolkit
 }
 
 # Removes old files first, because a wheel includes everything in build/lib. Keeps compiled objects.

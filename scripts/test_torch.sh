@@ -19,21 +19,14 @@ copy_sources "$home/source_cpu"
 install_copy "$home/source_cpu"
 "$python" -W ignore scripts/private_parts.py
 
-# The CMake files of a PyTorch with CUDA look for a toolkit, although this build of amp_ext has no CUDA. nvcc
-# on the PATH may be a wrapper, which knows where the toolkit is.
-cmake=$tests/programs/test_cmake.py
-if toolkit=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p') && [ -n "$toolkit" ]; then
-  toolkit=$(realpath "$toolkit")
-  export CUDACXX=$toolkit/bin/nvcc CUDAToolkit_ROOT=$toolkit CUDA_PATH=$toolkit
-elif "$python" -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
-  echo "no CUDA toolkit: the tests of CMake are left out"
-  cmake=
-fi
-
 # Leaves out the tests of the checkout itself, as cuda_build.sh does.
 run() {
   (cd "$home" && "$python" -m pytest -q -rfE -p no:cacheprovider "$@")
 }
 run "$tests" -m 'not slow' -k 'not emulated' --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@"
-[ -z "$cmake" ] || run "$cmake" -m slow
+if set_toolkit; then
+  run "$tests"/programs/test_cmake.py -m slow
+else
+  echo "no CUDA toolkit: the tests of CMake were left out"
+fi
 echo "passed for PyTorch $torch in $SECONDS s"

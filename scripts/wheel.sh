@@ -45,8 +45,7 @@ from importlib.metadata import requires
 asked = [each for each in requires("amp-ext") if each.startswith("torch") and "extra" not in each]
 assert asked == [sys.argv[1]], f"the wheel must ask for {sys.argv[1]}, got {asked}"' "$2"
   "$python" -W ignore -m amp_ext.info --check
-  if command -v cmake > /dev/null; then
-    rm -rf smoke
+  if command -v cmake > /dev/null && set_toolkit; then
     {
       cmake -S "$root/tests/cpp/smoke" -B smoke -Damp_ext_DIR="$("$python" -W ignore -m amp_ext.cmake)" &&
         cmake --build smoke
