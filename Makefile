@@ -50,7 +50,7 @@ demo-cpp: $(BUILT)  ## Trains it by a C++ program, built with CMake; EXAMPLE_ARG
 	@PYTHON=$(PYTHON) examples/libtorch/demo.sh $(EXAMPLE_ARGS)
 
 examples: $(BUILT)  ## Runs the other examples, some minutes; EXAMPLE_ARGS=--quick makes them short
-	@for example in low_memory char_gpt two_optimizers updates guarded_gpt released_gradients; do \
+	@for example in low_memory char_gpt two_optimizers guarded_gpt released_gradients; do \
 	    $(PYTHON) examples/$$example.py $(EXAMPLE_ARGS) || exit 1; done
 
 docs: $(BUILT) $(DOCS_INSTALLED)  ## Builds the documentation: build/docs/index.html
