@@ -1,4 +1,4 @@
-"""Times a step with states in host memory: compared with its parts, and with other packages.
+"""Times a step with states in host memory: compared with its parts, and with DeepSpeed.
 
     python benchmarks/offload.py                   # on a CPU, one thread; half a minute
     python benchmarks/offload.py --device cuda     # on a GPU
@@ -10,16 +10,15 @@ longest of ``step``, ``copies`` in both directions at once, and ``memory``: the 
 moves, at the bandwidth of the host memory. In addition, the peak of GPU memory is compared with
 the table of ``python -m amp_ext.memory --offloaded``.
 
-The other packages are DeepSpeed's CPU Adam, in the loops that one writes by hand around float32
-masters, and torchao's ``CPUOffloadOptimizer``, which needs a GPU. All sides of a table have the
-same gradients and run in turns, and the least time of each counts: the CPU time of all threads
-without a GPU, which other programs hardly change, and the clock with one.
+The other package is DeepSpeed, whose CPU Adam steps in the loops that one writes by hand around
+float32 masters. All sides of a table have the same gradients and run in turns, and the least time
+of each counts: the CPU time of all threads without a GPU, which other programs hardly change, and
+the clock with one.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import sys
 import time
@@ -45,7 +44,7 @@ BY_NAME = {each.name: each for each in CONFIGURATIONS}
 MASTERS = BY_NAME["16-bit + masters, fp32 states"]
 SPLIT = BY_NAME["16-bit + split masters, bf16 states"]
 SPLIT8 = BY_NAME["16-bit + split8 masters, 8bit states"]
-FP32, NARROW = BY_NAME["fp32"], BY_NAME["16-bit, 16-bit states"]
+FP32 = BY_NAME["fp32"]
 FORMS = [FP32, MASTERS, SPLIT, SPLIT8]
 #: Limits of ``--check``: the ratio of times, and the difference of GPU memory from the table.
 TIME_LIMITS = {"cpu": 1.15, "cuda": 1.2}
@@ -203,7 +202,7 @@ def measure_form(
     return [form.name, *cells], wrong
 
 
-# The steps of other packages.
+# The steps of another package.
 
 
 class Side(NamedTuple):
@@ -277,53 +276,27 @@ def by_deepspeed(params: list[Parameter], keeps_buffers: bool) -> Side:
     return Side("DeepSpeed, new tensors", step_with_new_tensors, params, host)
 
 
-def by_torchao(form: Configuration, params: list[Parameter]) -> Side:
-    """Returns torchao's ``CPUOffloadOptimizer``, which copies gradients in the backward pass."""
-    from torchao.optim import CPUOffloadOptimizer
-
-    grads = [param.grad for param in params]
-    optimizer = CPUOffloadOptimizer(params, torch.optim.AdamW, **ADAMW)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(params, grads)
-        optimizer.step()
-
-    def host() -> int:
-        copies = optimizer.param_d2h_map.values()
-        states = [states_of(each) for each in optimizer.optim_dict.values()]
-        return host_bytes([*copies, *(copy.grad for copy in copies), *itertools.chain(*states)])
-
-    return Side(f"torchao, {form.name}", step, params, host)
-
-
-def groups_of(
+def makers_of(
     shapes: Sequence[int], threads: int, device: torch.device
-) -> list[list[Callable[[], Side]]]:
-    """Returns functions that make the sides, in groups that are compared with each other."""
-
-    def ours(form: Configuration) -> Side:
-        return by_amp_ext(form, made(form), threads, device)
+) -> list[Callable[[], Side]]:
+    """Returns functions that make the sides, which are compared with each other."""
 
     def made(form: Configuration) -> list[Parameter]:
         return make_params(shapes, form.dtype or torch.float32, device)
 
-    groups: list[list[Callable[[], Side]]] = [
-        [
-            *(partial(ours, form) for form in (MASTERS, SPLIT)),
-            *(lambda keeps=keeps: by_deepspeed(made(MASTERS), keeps) for keeps in (True, False)),
-        ]
+    def ours(form: Configuration) -> Side:
+        return by_amp_ext(form, made(form), threads, device)
+
+    return [
+        *(partial(ours, form) for form in (MASTERS, SPLIT)),
+        *(lambda keeps=keeps: by_deepspeed(made(MASTERS), keeps) for keeps in (True, False)),
     ]
-    if device.type == "cuda":
-        for form in (FP32, NARROW):
-            groups.append([partial(ours, form), lambda form=form: by_torchao(form, made(form))])
-    return groups
 
 
 def compare(
     makers: list[Callable[[], Side]], rounds: int, device: torch.device
 ) -> tuple[list[list[str]], list[str]]:
-    """Returns the rows of a group, with the heading, and why sides are missing."""
+    """Returns the rows of all sides, with the heading, and why sides are missing."""
     sides, missing = [], []
     for make in makers:
         try:
@@ -372,12 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.collect()  # frees the optimizers, which are in reference cycles
     print(format_table(rows), flush=True)
 
-    for makers in groups_of(shapes, threads, device):
-        rows, missing = compare(makers, rounds, device)
-        print("\n".join(["", format_table(rows), *(f"not measured: {why}" for why in missing)]))
-        gc.collect()
-    if not on_gpu:
-        print("not measured: torchao's CPUOffloadOptimizer, which needs a GPU")
+    rows, missing = compare(makers_of(shapes, threads, device), rounds, device)
+    print("\n".join(["", format_table(rows), *(f"not measured: {why}" for why in missing)]))
     print("".join(f"\n{line}" for line in wrong))
     return 1 if wrong and options.check else 0
 

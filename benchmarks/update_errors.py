@@ -37,14 +37,12 @@ class Errors:
             change.
         bias: Mean over the elements of the error of ln sqrt(v) after the last step, where v is the
             second moment. NaN without second moments.
-        spread: Standard deviation of the same error.
     """
 
     update: float
     largest: float
     way: float
     bias: float = math.nan
-    spread: float = math.nan
 
 
 def shadow_run(
@@ -73,7 +71,7 @@ def shadow_run(
         if moment is not None:
             both = (moment > 0) & (exact.second_moment > 0)
             error = (moment[both] / exact.second_moment[both]).log() / 2
-            errors.bias, errors.spread = error.mean().item(), error.std().item()
+            errors.bias = error.mean().item()
     return found
 
 

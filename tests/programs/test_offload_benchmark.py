@@ -56,8 +56,7 @@ def test_a_limit_that_is_exceeded_fails_only_if_it_is_checked(capsys, monkeypatc
 
 def test_all_sides_take_the_same_steps(deepspeed):
     start = offload.make_params(SHAPES, torch.bfloat16, CPU)
-    (makers,) = offload.groups_of(SHAPES, 1, CPU)
-    sides = [make() for make in makers]
+    sides = [make() for make in offload.makers_of(SHAPES, 1, CPU)]
     for side in sides:
         for _ in range(20):
             side.step()
