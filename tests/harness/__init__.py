@@ -20,8 +20,8 @@ Tables of test cases:
 * `guard_rules`: the decisions of NormGuard in plain Python.
 * `scaler_cases`: scalers, and a helper that steps optimizers under them.
 * `trainer_cases`: small training runs and their parts.
-* `ranks`: processes of distributed training.
-* `rank_checks_dtensors`, `rank_checks_watching`, `rank_checks_models`: the checks of each rank.
+* `ranks`: processes of distributed training; `tests/distributed/rank_checks_*.py` are the checks of
+  each rank.
 
 Injected failures:
 

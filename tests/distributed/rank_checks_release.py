@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.optimizer_cases import EACH_CLASS, bits_of, ours
+from harness.reference import same_bits
+from harness.transports import DelayedTransport
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,9 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_ext
 from amp_ext.optim import AdamW, WeightAverage, offload_states, release_gradients
 from amp_ext.sharding import local_tensor
-from harness.optimizer_cases import EACH_CLASS, bits_of, ours
-from harness.reference import same_bits
-from harness.transports import DelayedTransport
 
 
 def _network() -> nn.Sequential:

@@ -8,13 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn import Parameter
-
-import amp_ext
-from amp_ext.sharding import local_tensor
 from harness.edge_shapes import BF16, F16, F32, F64
 from harness.optimizer_cases import FEW_OPTIMIZERS, optimizers_named, ours
 from harness.ranks import (
@@ -28,6 +21,13 @@ from harness.ranks import (
     whole,
 )
 from harness.reference import same_bits
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+import amp_ext
+from amp_ext.sharding import local_tensor
 
 # DTensors.
 
@@ -283,6 +283,3 @@ def a_gradient_that_is_still_to_be_summed_is_summed_first(rank: int) -> None:
             optimizer.step()
         assert same_bits(both[0].grad_norm, both[1].grad_norm)
         assert same_bits(whole(param.detach()), twin.detach())
-
-
-CLIPPING = {"lr": 0.05, "max_grad_norm": 0.1}

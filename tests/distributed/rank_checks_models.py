@@ -11,24 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
-
-import amp_ext
-from amp_ext.scaler.sharded import ShardedGradScaler
 from harness.optimizer_cases import EACH_CLASS, ours, theirs
-from harness.rank_checks_dtensors import (
-    CLIPPING,
-    assert_same_as_whole,
-    give_exact_grads,
-    sharded,
-)
 from harness.ranks import (
     BAD_RANK,
     BAD_STEP,
@@ -42,6 +25,20 @@ from harness.ranks import (
     small_scaler,
 )
 from harness.reference import same_bits
+from rank_checks_dtensors import assert_same_as_whole, give_exact_grads, sharded
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_ext
+from amp_ext.scaler.sharded import ShardedGradScaler
+
+CLIPPING = {"lr": 0.05, "max_grad_norm": 0.1}
 
 
 def fully_sharded_models_train_as_in_one_process(rank: int) -> None:

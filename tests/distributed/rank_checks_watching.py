@@ -9,15 +9,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.nn import Parameter
-
-import amp_ext
 from harness.edge_shapes import BF16
 from harness.guard_rules import GuardRules, norms_of_a_run
 from harness.optimizer_cases import ours
-from harness.rank_checks_dtensors import SHAPES, give_exact_grads, layouts, sharded
 from harness.ranks import (
     assert_agreed,
     assert_same_bits,
@@ -26,6 +20,12 @@ from harness.ranks import (
     take_step,
     whole,
 )
+from rank_checks_dtensors import SHAPES, give_exact_grads, layouts, sharded
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import Parameter
+
+import amp_ext
 
 
 def a_guard_judges_the_norm_of_all_ranks(rank: int) -> None:
