@@ -1,4 +1,4 @@
-"""Transports over CPU memory: one whose copies run at once, and one whose copies run late."""
+"""A transport over CPU memory, whose copies run late and in any order."""
 
 from __future__ import annotations
 
@@ -101,22 +101,3 @@ class DelayedTransport:
         for queue in (self.down, self.up):
             assert not queue.work
             queue.put(None)
-
-
-class ImmediateTransport:
-    """Copies at once."""
-
-    device = torch.device("cpu")
-
-    def allocate(self, size: int) -> Tensor:
-        return torch.full((size,), 255, dtype=torch.uint8)  # NaN in all dtypes
-
-    def copy_down(self, target: Tensor, source: Tensor) -> None:
-        target.data.copy_(source.data)
-
-    copy_up = copy_down
-
-    def begin(self, event: Any = None) -> None:
-        pass
-
-    record_down = record_up = wait = join = close = begin

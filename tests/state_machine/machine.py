@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from harness.edge_shapes import F32
 from harness.optimizer_cases import IN_TORCH, counts_steps, swapping, through_a_file
-from harness.transports import ImmediateTransport
+from harness.transports import DelayedTransport
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from torch import Tensor
@@ -119,7 +119,7 @@ class Machine(Releasing):
         sides.remove_release()
         if any(group["write_back_grads"] for group in sides.mine.param_groups):
             return
-        error = error_of(lambda: offload_states(sides.mine, transport=ImmediateTransport()))
+        error = error_of(lambda: offload_states(sides.mine, transport=DelayedTransport(delay=0.0)))
         if error is not None:
             assert "offload_states: param of group" in str(error), repr(error)
             self.did("offloaded_iterations refused")
