@@ -316,7 +316,12 @@ def coded(text: str, operation: Callable[..., Any], *tensors: Any) -> tuple[Any,
 
 
 DITHERED = {"steps": [torch.zeros(())], "dither": True}
+ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 0.1, "weight_decay": 0.0, "timestep": 1}
 WRONG_CALLS = [
+    *(
+        (partial(ops.adam_, *[[ONES]] * 4, **ADAM | {name: NAN}), f"{name} must be a number, got n")
+        for name in ("lr", "eps", "weight_decay", "beta1")
+    ),
     coded(f"moment must be Float {TWO_ROWS} Half", ops.quantize_ratios, FLOATS.half(), FLOATS),
     coded(
         f"second_moment must be Float {TWO_ROWS} D", ops.quantize_ratios, FLOATS, FLOATS.double()

@@ -134,12 +134,6 @@ def test_a_step_refuses_what_a_loop_wrote(name, option, value, wanted, got, scal
     cases.assert_same_bits(optimizer, before)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_a_decay_rate_of_two_elements_is_refused(name):
-    with pytest.raises(ValueError, match=r"^Tensor betas\[0\] must be 1-element$"):
-        ours(name)(make_params(F32), betas=(TWO, torch.tensor(0.9)))
-
-
 @pytest.mark.parametrize("flag", REFUSED)
 @cases.each_name
 def test_a_flag_that_is_refused_is_refused_in_a_group_too(name, flag):
@@ -311,19 +305,6 @@ def test_a_state_whose_parameter_left_the_groups_is_named(name, options, save):
         save(optimizer)
     del optimizer.state[left]
     assert list(save(optimizer)["state"]) == [0]
-
-
-# List operations.
-
-
-@pytest.mark.parametrize("option", ["lr", "eps", "weight_decay", "beta1"])
-def test_list_operations_refuse_nan(option):
-    params, rest = [torch.ones(3)], [[torch.ones(3)] for _ in range(3)]
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 0.1, "weight_decay": 0.0}
-    words = f"^adam_: {option} must be a number, got nan"
-    with pytest.raises(RuntimeError, match=words):
-        amp_ext.ops.adam_(params, *rest, [torch.zeros(())], **{**options, option: NAN})
-    assert same_bits(params[0], torch.ones(3))
 
 
 # Groups whose parameters a loop put into another container than a list.

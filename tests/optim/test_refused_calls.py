@@ -345,6 +345,7 @@ VALUE_ERRORS: list[Row] = [
     ("Invalid learning rate: nan", optimizer("SGD", lr=NAN)),
     ("Tensor lr must be 1-element", optimizer("Adam", lr=torch.ones(2))),
     ("betas must be either both floats or both Tensors", optimizer("Lion", betas=(0, 0.9))),
+    ("Tensor betas[0] must be 1-element", optimizer("Adam", betas=(torch.ones(2), torch.ones(1)))),
     *(
         (
             "Nesterov momentum requires a momentum and zero dampening",

@@ -5,7 +5,6 @@ In the environment of `make bench-peers`: `make bench-peers TEST=1`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -14,7 +13,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import common
 import peers
 import torch
 from peers import BESIDE_PEERS, LOW_MEMORY, PEERS, find
@@ -46,26 +44,6 @@ def test_ours_is_measured_where_no_other_package_is(tmp_path, capsys):
     ]
     assert (tmp_path / "peers.md").read_text() == capsys.readouterr().out
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@pytest.mark.usefixtures("nobody_there")
-def test_a_row_that_fails_leaves_the_others_and_none_begins_too_late(tmp_path, monkeypatch):
-    measure_row, times = peers.measure_row, itertools.count(0, 10)
-
-    def failing(work, *rest):
-        if work == peers.FP32:
-            raise RuntimeError("out of memory")
-        return measure_row(work, *rest)
-
-    monkeypatch.setattr(peers, "measure_row", failing)
-    monkeypatch.setattr(common.time, "monotonic", lambda: next(times))
-    # The rows begin at 10, 30, 50 and so on, and last for 10.
-    rows = "AdamW (fp32|bf16 . (master|16.*)), 3 layers of 128$"
-    assert peers.main([f"--out={tmp_path}", f"--filter={rows}", "--seconds=45"]) == 1
-    result = json.loads((tmp_path / "peers.json").read_text())
-    assert [row["work"] for row in result["rows"]] == ["AdamW bf16 + 16-bit states"]
-    assert result["failed"] == ["AdamW fp32, 3 layers of 128: RuntimeError: out of memory"]
-    assert "AdamW bf16 + master, 3 layers of 128: not begun" in (tmp_path / "peers.md").read_text()
 
 
 # Who does AdamW, and who doesn't.

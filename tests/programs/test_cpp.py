@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.reference import same_bits
 from harness.rows import rows
 from torch import Tensor
 
@@ -120,12 +121,6 @@ def key_in_archives(key: str) -> str:
     return "exponents" if key.endswith("_exp") else re.sub(r"_q8\w$", "", key)
 
 
-def assert_same_bits(mine: Tensor, theirs: Tensor, place: str) -> None:
-    assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), place
-    bytes_of = (each.contiguous().reshape(-1).view(torch.uint8) for each in (mine, theirs))
-    assert torch.equal(*bytes_of), place
-
-
 @pytest.mark.parametrize("scale", rows({"scaled": (1024.0,), "unscaled": (1.0,)}))
 @pytest.mark.parametrize("name", CASES)
 def test_each_step_has_the_bits_of_python(
@@ -141,7 +136,7 @@ def test_each_step_has_the_bits_of_python(
     assert mine_scale == wanted_scale
     for step in range(STEPS):
         for param, (one, other) in enumerate(zip(mine, bits, strict=True)):
-            assert_same_bits(one[step], other[step], f"param {param} after step {step}")
+            assert same_bits(one[step], other[step]), f"param {param} after step {step}"
     archive = dict(torch.jit.load(tmp_path / "optimizer.pt").named_buffers())
     for param in range(len(SHAPES)):
         prefix = f"group{param}_param0_"
@@ -151,4 +146,4 @@ def test_each_step_has_the_bits_of_python(
         # A state of C++ always counts its steps.
         assert {key for key in archive if key.startswith(prefix)} == {*wanted, f"{prefix}step"}
         for key, tensor in wanted.items():
-            assert_same_bits(archive[key], tensor, key)
+            assert same_bits(archive[key], tensor), key

@@ -1,4 +1,4 @@
-"""The functions of docs/migration.md convert the files of other packages.
+"""Files of other packages load as they are, or as the functions of docs/migration.md convert them.
 
 The files and numbers are those that the packages wrote, after two steps from [1, -2, 3] with the
 gradients of GRADS, with lr and weight_decay of 0.1, and after a third step.
@@ -6,17 +6,15 @@ gradients of GRADS, with lr and weight_decay of 0.1, and after a third step.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from migrations import functions_of_the_page
 from torch import Tensor
 
 import amp_ext
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 GRADS = [[0.5, -1.0, 2.0], [1.0, 0.25, -0.5], [-0.75, 1.5, 1.0]]
 COMMON: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "params": [0]}
 LION = [0.01495, -0.0074, 0.0148]
@@ -49,9 +47,42 @@ def of_bnb(*states: list[float]) -> dict[str, Any]:
     return {"step": 2, "__bnb_optimizer_quant_state__": kept}
 
 
-# By package and class: the function of the page, our class, the options and the state of the file,
-# the parameter before and after the third step.
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], list[float], list[float]]] = {
+# By package and class: the function of the page, if any, our class, the options and the state of
+# the file, the parameter before and after the third step.
+CASES: dict[str, tuple[str | None, str, dict[str, Any], dict[str, Any], list[float], list[float]]]
+CASES = {
+    "pytorch_optimizer 4.1.0 Lion(weight_decouple=False)": (
+        None,
+        "Lion",
+        {"betas": (0.9, 0.99), "weight_decouple": False, "fixed_decay": False, "step": 2},
+        {"exp_avg": torch.tensor([0.01684, -0.01128, 0.020669999])},
+        [0.7999999523, -1.7999999523, 3.0],
+        [0.8999999762, -1.8999999762, 2.9000000954],
+    ),
+    "deepspeed 0.19.8 DeepSpeedCPULion": (
+        None,
+        "Lion",
+        {"betas": (0.9, 0.999)},
+        {
+            "step": 2,
+            "exp_avg": torch.tensor([0.001499481, -0.00074899, 0.001497981]),
+            "exp_avg_sq": torch.zeros(3),
+        },
+        LION_BEFORE,
+        LION_AFTER,
+    ),
+    "deepspeed 0.19.8 DeepSpeedCPUAdam": (
+        None,
+        "AdamW",
+        {"betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": True, "amsgrad": False},
+        {
+            "step": 2,
+            "exp_avg": torch.tensor([0.145000041, -0.065000013, 0.130000025]),
+            "exp_avg_sq": torch.tensor([0.001249734, 0.001061486, 0.004245945]),
+        },
+        [0.7845821381, -1.8142533302, 2.7943532467],
+        [0.7503908873, -1.8282362222, 2.7058627605],
+    ),
     "bitsandbytes 0.50.2 AdamW": (
         "of_bitsandbytes",
         "AdamW",
@@ -148,30 +179,30 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], list[float], li
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     """Returns the functions of the page that convert files of optimizers."""
-    found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        if re.search(r"^def of_(?!megatron)", block, re.MULTILINE):
-            exec(block, found)
-    return found
+    return functions_of_the_page()
 
 
-def stepped_after_load(name: str, file: dict[str, Any], before: Tensor, grad: Tensor) -> Tensor:
-    param = torch.nn.Parameter(before.clone())
-    optimizer = getattr(amp_ext.optim, name)([param], lr=123.0)
+def stepped_after_load(name: str, file: dict[str, Any], before: list[float], **own: Any) -> Tensor:
+    param = torch.nn.Parameter(torch.tensor(before))
+    optimizer = getattr(amp_ext.optim, name)([param], lr=123.0, weight_decay=0.0, **own)
     optimizer.load_state_dict(file)
-    param.grad = grad
+    used = {"step", "exp_avg", "momentum_buffer"} | ({"exp_avg_sq"} if name == "AdamW" else set())
+    assert optimizer.state[param].keys() == file["state"][0].keys() & used
+    param.grad = torch.tensor(GRADS[2])
     optimizer.step()
     return param.detach()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_converted_file_goes_on(case: str, page: dict[str, Any]) -> None:
+def test_a_file_goes_on(case: str, page: dict[str, Any]) -> None:
     function, name, options, state, before, after = CASES[case]
-    file = {"state": {0: state}, "param_groups": [options | COMMON]}
-    with pytest.raises(ValueError, match=rf"^{name}\.load_state_dict: "):
-        stepped_after_load(name, file, torch.tensor(before), torch.tensor(GRADS[2]))
-    converted = page[function](file, name)
-    param = stepped_after_load(name, converted, torch.tensor(before), torch.tensor(GRADS[2]))
+    file = {"state": {0: state}, "param_groups": [COMMON | options]}
+    own = {"decoupled_weight_decay": False} if "weight_decouple" in options else {}
+    if function is not None:
+        with pytest.raises(ValueError, match=rf"^{name}\.load_state_dict: "):
+            stepped_after_load(name, file, before)
+        file = page[function](file, name)
+    param = stepped_after_load(name, file, before, **own)
     torch.testing.assert_close(param, torch.tensor(after), rtol=2e-5, atol=0.0)
 
 
