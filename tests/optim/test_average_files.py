@@ -11,7 +11,6 @@ import torch
 from harness.edge_shapes import BF16, F32
 from harness.optimizer_cases import through_a_file
 from harness.reference import same_bits
-from harness.trainer_cases import batches, new_trainer, train_on, two_trainers
 from test_weight_average import model_of, params_of, step, trained
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -255,34 +254,3 @@ def test_averages_of_two_optimizers_of_one_model_come_together():
         assert all(map(same_bits, both, expected))
     with averages[0].swap(), averages[1].swap():
         assert all(map(same_bits, model.parameters(), expected))
-
-
-def averages_in(trainer: Any) -> list[Tensor]:
-    return [each.clone() for each in trainer.average.averages]
-
-
-def test_the_trainer_carries_it(tmp_path):
-    trainer, resumed = two_trainers(average_decay=0.9)
-    *data, batch = batches(count=4)
-    train_on(trainer, data)
-    assert trainer.average.n_averaged == 3
-    trainer.save(tmp_path / "file")
-    saved = averages_in(trainer)
-    train_on(trainer, [batch])
-    resumed.load(tmp_path / "file")
-    assert all(map(same_bits, averages_in(resumed), saved))
-    train_on(resumed, [batch])
-    assert all(map(same_bits, averages_in(resumed), averages_in(trainer)))
-    broken = resumed.state_dict()
-    broken["average"] = {**broken["average"], "averages": []}
-    before = averages_in(resumed)
-    with pytest.raises(ValueError, match=r"must have averages of 4 parameters .*, got 0"):
-        resumed.load_state_dict(broken)
-    assert all(map(same_bits, averages_in(resumed), before))
-    plain = new_trainer()
-    plain.load(tmp_path / "file")
-    plain.save(tmp_path / "plain")
-    resumed.load(tmp_path / "plain")
-    assert resumed.average.n_averaged == 0
-    with pytest.raises(ValueError, match="decay must be"):
-        new_trainer(average_decay=2.0)

@@ -16,14 +16,24 @@ from harness import trainer_cases as cases
 from harness.optimizer_cases import GONE, spoiled
 from harness.reference import same_bits
 from harness.rows import rows
-from harness.trainer_cases import all_of, plain
+from harness.trainer_cases import all_of, grads_of, plain
 from torch import nn
 
 import amp_ext
 from amp_ext.training import MixedPrecisionTrainer
 
-OPTIONS = {"optimizer": amp_ext.optim.AdamW, "scheduler": cases.halving}
+
+def guarded_adamw(params: Any) -> amp_ext.optim.AdamW:
+    return amp_ext.optim.AdamW(params, norm_guard=amp_ext.optim.NormGuard())
+
+
+def both_schedules(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [cases.two_schedules(optimizer), cases.falling_decay(optimizer)]
+
+
+OPTIONS = {"optimizer": guarded_adamw, "average_decay": 0.5, "scheduler": both_schedules}
 OPTIONS |= {"gradient_accumulation_steps": 2, "growth_interval": 2}
+OF_TORCH = {"optimizer": cases.torchs_adamw, "average_decay": None, "dtype": torch.float32}
 
 
 def new(device: Any = "cpu", dtype: torch.dtype = torch.float16, **options: Any) -> Any:
@@ -65,6 +75,18 @@ def test_a_run_that_goes_on_from_a_file_has_the_same_bits(device, dtype, at, tmp
     assert all_of(again) == end
     assert same_bits(torch.randn(3), drawn)
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_files_with_a_guard_and_an_average_and_without_them_are_loaded(tmp_path):
+    trainer = trained(3)
+    without = trained(3, optimizer=amp_ext.optim.AdamW, average_decay=None)
+    trainer.save(tmp_path / "with.pt")
+    without.save(tmp_path / "without.pt")
+    without.load(tmp_path / "with.pt")
+    known = trainer.optimizer.norm_guard.state_dict()
+    trainer.load(tmp_path / "without.pt")
+    assert trainer.optimizer.norm_guard.state_dict() == known
+    assert trainer.average.n_averaged == 0
 
 
 def test_a_file_is_read_without_running_code_and_without_a_gpu(tmp_path):
@@ -221,7 +243,9 @@ DAMAGED = {
     "no-gradients": (["trainer", "gradients"], GONE, "gradients"),
     "scaler-lacks-one": (["trainer", "scaler"], SCALER, "growth_factor"),
     "scaler-entry": (["trainer", "scaler", "_growth_tracker"], "text", "."),
-    "schedulers": (["trainer", "scheduler"], [], "states of 1 schedulers, got 0"),
+    "schedulers": (["trainer", "scheduler"], [], "states of 2 schedulers, got 0"),
+    "average": (["trainer", "average", "averages"], [], "averages of 2 parameters .*, got 0"),
+    "guard": (["trainer", "norm_guard", "mean"], -1.0, "NormGuard.load_state_dict: mean must be"),
     "no-optimizer": (["trainer", "optimizer"], None, "."),
     "optimizer": (["trainer", "optimizer"], {}, "AdamW.load_state_dict: state_dict must have 's"),
     "optimizer-step": (["trainer", "optimizer", "state", 1, "step"], -1.0, "at least 0, got -1.0"),
@@ -229,37 +253,32 @@ DAMAGED = {
     "gradient-shape": (["trainer", "gradients", 0], torch.ones(7), "."),
     "gradient-dtype": (["trainer", "gradients", 1], torch.ones(1).double(), "."),
     "gradient-kind": (["trainer", "gradients", 1], "text", "."),
+    "of-torch": (["trainer", "optimizer"], {"averages": []}, "."),
+    "scaler-of-torch": (["trainer", "scaler"], {"averages": []}, "."),
+    "model-shape": (["model", "1.bias"], torch.ones(7), "size mismatch for 1.bias"),
+    "model": (["model"], {}, "Missing key"),
 }
 ANY = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-@pytest.mark.parametrize(("where", "new", "words"), rows(DAMAGED))
-def test_a_file_that_does_not_fit_changes_nothing(where, new, words, tmp_path):
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_does_not_fit_changes_nothing(name, tmp_path):
+    where, new, words = DAMAGED[name]
+    of_model = where[:1] == ["model"]
+    options = {"average_decay": None} if of_model else OF_TORCH if "of-torch" in name else {}
     path = tmp_path / "run.pt"
-    trained(5).save(path)
+    trained(5, **options).save(path)
     torch.save(spoiled(torch.load(path), where, new), path)
-    trainer = trained(1)
-    before, grads = all_of(trainer), cases.grads_of(trainer)
+    trainer, twin = (trained(3, **options) for _ in range(2))
+    before, drawn, grads = plain(trainer.state_dict()), torch.get_rng_state(), grads_of(trainer)
+    # A model, and an optimizer of torch, may refuse when other parts are loaded already.
+    state = torch.load(path)["trainer"] if "of-torch" in name else None
     with pytest.raises(ANY, match=words):
-        trainer.load(path)
-    assert all_of(trainer) == before
-    cases.assert_same(cases.grads_of(trainer), grads)
-
-
-@pytest.mark.parametrize(
-    ("where", "new", "words"),
-    [
-        (["model", "1.bias"], torch.ones(7), "size mismatch for 1.bias"),
-        (["model"], {}, "Missing key"),
-    ],
-)
-def test_a_model_that_does_not_fit_changes_nothing_else(where, new, words, tmp_path):
-    path = tmp_path / "run.pt"
-    trained(5).save(path)
-    torch.save(spoiled(torch.load(path), where, new), path)
-    trainer = trained(1)
-    before, drawn = plain(trainer.state_dict()), torch.get_rng_state()
-    with pytest.raises(RuntimeError, match=words):
-        trainer.load(path)
+        trainer.load(path) if state is None else trainer.load_state_dict(state)
     assert plain(trainer.state_dict()) == before
     assert same_bits(torch.get_rng_state(), drawn)
+    cases.assert_same(grads_of(trainer), grads)
+    for each in () if of_model else (trainer, twin):
+        torch.manual_seed(1)
+        train(each, 4)
+    assert of_model or all_of(trainer) == all_of(twin)

@@ -407,22 +407,14 @@ def test_after_an_error_training_goes_on(make, fails, batches_kept):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("container", [list, tuple])
-def test_several_schedulers_are_stepped_saved_and_loaded(precision, container, tmp_path):
+def test_several_schedulers_are_stepped(precision, container):
     def both(optimizer: Any) -> Any:
         return container([cases.halving(optimizer), cases.falling_decay(optimizer)])
 
     decayed = functools.partial(amp_ext.optim.AdamW, lr=0.1, weight_decay=0.5)
-    trainer, resumed = (
-        new_trainer(precision, optimizer=decayed, scheduler=lambda optimizer: both(optimizer))
-        for _ in range(2)
-    )
-    cases.train_on(trainer, batches(count=3))
-    trainer.save(tmp_path / "run.pt")
-    resumed.load(tmp_path / "run.pt")
-    for each in (trainer, resumed):
-        cases.train_on(each, batches(count=2))
-        each.finish_scheduler_step()
-        group = each.optimizer.param_groups[0]
-        assert group["lr"] == pytest.approx(0.1 * 0.9**5, rel=1e-12)
-        assert group["weight_decay"] == 0.5**6
-    assert_same(params_of(resumed), params_of(trainer))
+    trainer = new_trainer(precision, optimizer=decayed, scheduler=both)
+    cases.train_on(trainer, batches(count=5))
+    trainer.finish_scheduler_step()
+    group = trainer.optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(0.1 * 0.9**5, rel=1e-12)
+    assert group["weight_decay"] == 0.5**6

@@ -20,7 +20,6 @@ from harness.trainer_cases import (
     PRECISIONS,
     TARGET,
     X,
-    all_of,
     assert_same,
     new_model,
     new_trainer,
@@ -140,43 +139,6 @@ def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
     for key in ("scheduler", "accumulated"):
         assert second.state_dict()[key] == before[key]
     assert_same(cases.grads_of(second), grads)
-
-
-OURS, THEIRS = amp_ext.optim.AdamW, cases.torchs_adamw
-DOES_NOT_FIT = [
-    *((OURS, part) for part in ("optimizer", "average", "scaler", "norm_guard")),
-    *((THEIRS, part) for part in ("optimizer", "scaler")),
-]
-
-
-def with_all_parts(make_optimizer: Any, batches: int, seed: int) -> Any:
-    options = {"optimizer": make_optimizer, "growth_interval": 1, **TWO_STEPS}
-    makes = (cases.two_schedules, cases.falling_decay)
-    options |= {"scheduler": lambda optimizer: [make(optimizer) for make in makes]}
-    if make_optimizer is OURS:
-        guard = amp_ext.optim.NormGuard()
-        options["optimizer"] = lambda params: make_optimizer(params, norm_guard=guard)
-        options["average_decay"] = 0.5
-    trainer = new_trainer("fp16", new_model(seed=seed), **options)
-    cases.train_on(trainer, cases.batches(count=batches))
-    return trainer
-
-
-@pytest.mark.parametrize(("make_optimizer", "unfit"), DOES_NOT_FIT)
-def test_a_part_that_does_not_fit_changes_nothing(make_optimizer, unfit):
-    first, trainer, twin = (
-        with_all_parts(make_optimizer, *each) for each in ((5, 0), (3, 1), (3, 1))
-    )
-    state = copy.deepcopy(first.state_dict())
-    state[unfit] = {"averages": []}
-    before, grads = all_of(trainer), cases.grads_of(trainer)
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        trainer.load_state_dict(state)
-    assert all_of(trainer) == before
-    assert_same(cases.grads_of(trainer), grads)
-    for each in (trainer, twin):
-        cases.train_on(each, cases.batches(count=4))
-    assert all_of(trainer) == all_of(twin)
 
 
 def test_a_resumed_accumulation_can_be_flushed_at_once():
