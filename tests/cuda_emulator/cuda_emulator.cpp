@@ -4,21 +4,14 @@
 // with its fibers is no race. It tells them of its stacks and meetings where they are linked in.
 #include "cuda_emulator.h"
 
-#include <cxxabi.h>
-#include <dlfcn.h>
-#include <elf.h>
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fstream>
-#include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -164,51 +157,6 @@ char block_end;
 
 // Reports.
 
-// The name of a function from the file's own table, which has those that are not exported too.
-std::string mangled_name(const void* function) {
-  Dl_info info;
-  if (dladdr(function, &info) == 0) return {};
-  std::ifstream file(info.dli_fname, std::ios::binary);
-  const std::string image((std::istreambuf_iterator<char>(file)), {});
-  if (image.size() < sizeof(Elf64_Ehdr)) return {};
-  const auto* const header = reinterpret_cast<const Elf64_Ehdr*>(image.data());
-  const auto* const sections = reinterpret_cast<const Elf64_Shdr*>(image.data() + header->e_shoff);
-  const auto address = static_cast<const char*>(function) - static_cast<char*>(info.dli_fbase);
-  for (int i = 0; i < header->e_shnum; ++i) {
-    if (sections[i].sh_type != SHT_SYMTAB) continue;
-    const char* const names = image.data() + sections[sections[i].sh_link].sh_offset;
-    const auto* const begin =
-        reinterpret_cast<const Elf64_Sym*>(image.data() + sections[i].sh_offset);
-    for (const auto* symbol = begin; symbol < begin + sections[i].sh_size / sizeof *begin;
-         ++symbol) {
-      if (ELF64_ST_TYPE(symbol->st_info) == STT_FUNC &&
-          symbol->st_value == static_cast<Elf64_Addr>(address)) {
-        return names + symbol->st_name;
-      }
-    }
-  }
-  return {};
-}
-
-// "cuda::step_kernel<...>" without its parameters.
-std::string kernel_name() {
-  const std::string mangled = mangled_name(grid->kernel);
-  const std::unique_ptr<char, void (*)(void*)> demangled(
-      abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, nullptr), &std::free);
-  if (demangled == nullptr) return mangled.empty() ? "a kernel" : mangled;
-  std::string name = demangled.get();
-  const std::string anonymous = "(anonymous namespace)::";
-  for (size_t at; (at = name.find(anonymous)) != std::string::npos;) {
-    name.erase(at, anonymous.size());
-  }
-  int depth = 0;
-  for (size_t i = 0; i < name.size(); ++i) {
-    depth += (name[i] == '<') - (name[i] == '>');
-    if (name[i] == '(' && depth == 0) name.resize(i);
-  }
-  return name.rfind("void ", 0) == 0 ? name.substr(5) : name;
-}
-
 std::string text_of(const Site& site) {
   return std::string(site.called) + " (" + site.file + ":" + std::to_string(site.line) + ", in " +
          site.function + ")";
@@ -218,9 +166,7 @@ std::string name_of_thread(int thread) {
   return "thread " + std::to_string(thread) + " of block " + std::to_string(blockIdx.x);
 }
 
-[[noreturn]] void fail_with(const std::string& text) {
-  throw Error("cuda_emulator: " + kernel_name() + ": " + text);
-}
+[[noreturn]] void fail_with(const std::string& text) { throw Error("cuda_emulator: " + text); }
 
 bool same_place(const Site& a, const Site& b) {
   return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
@@ -531,19 +477,6 @@ cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-
-// A GPU of the Ampere generation.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*major*/, int /*device*/) {
-  *value = 8;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-
 cudaError_t cudaGetLastError() { return std::exchange(cuda_emulator::last_error, cudaSuccess); }
 
 const char* cudaGetErrorString(cudaError_t error) {
@@ -552,65 +485,10 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "no error";
     case cudaErrorInvalidValue:
       return "invalid argument";
-    case cudaErrorMemoryAllocation:
-      return "out of memory";
     case cudaErrorInvalidConfiguration:
       return "invalid configuration argument";
     case cudaErrorLaunchOutOfResources:
       return "too many resources requested for launch";
   }
   return "unrecognized error code";
-}
-
-// At a boundary of 256 bytes, as the driver's. It holds 0xff, as shared memory does.
-cudaError_t cudaMalloc(void** memory, size_t bytes) {
-  *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (*memory == nullptr) return cudaErrorMemoryAllocation;
-  return cudaMemset(*memory, 0xff, bytes);
-}
-
-cudaError_t cudaFree(void* memory) {
-  std::free(memory);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
-  std::memset(memory, value, bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
-  *free = *total = size_t{1} << 26;
-  return cudaSuccess;
-}
-
-struct CUevent_st {
-  std::chrono::steady_clock::time_point time;
-};
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) {
-  *event = new CUevent_st;
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete event;
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  event->time = std::chrono::steady_clock::now();
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
-
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
-  *milliseconds = std::chrono::duration<float, std::milli>(end->time - begin->time).count();
-  return cudaSuccess;
 }

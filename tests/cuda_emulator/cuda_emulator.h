@@ -5,10 +5,11 @@
 // all fibers wait, those that have met go on. Blocks run one after another. Shared memory holds
 // 0xff when a block starts, and arguments are copied, as the driver does.
 //
-// What CUDA does not allow is an exception here that names kernel, block, thread and source line: a
-// barrier that some threads do not reach, or pass at another line; a warp function whose mask names
-// lanes that do not come; a shuffle from a lane outside the mask. Sanitizers find the rest: address
-// and undefined see accesses out of bounds and misaligned ones, thread sees missing barriers.
+// What CUDA does not allow is an exception here that names block, thread, source line and function:
+// a barrier that some threads do not reach, or pass at another line; a warp function whose mask
+// names lanes that do not come; a shuffle from a lane outside the mask. Sanitizers find the rest:
+// address and undefined see accesses out of bounds and misaligned ones, thread sees missing
+// barriers.
 //
 // Unseen: races between blocks, a missing __threadfence, streams, what only nvcc refuses, and
 // speed. Offered is what kernels here call, so no other shuffles, votes and atomics, dimensions
@@ -203,7 +204,6 @@ inline int __any_sync(unsigned mask, int predicate,
 // Memory.
 
 inline void __threadfence() { asm volatile("" ::: "memory"); }
-inline void __threadfence_system() { asm volatile("" ::: "memory"); }
 
 template <typename T>
 T atomicAdd(T* address, std::common_type_t<T> value) {
@@ -260,35 +260,16 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   return {rounded.bits};
 }
 
-// The runtime. Memory of the device is the host's; kernels have run when a launch returns.
+// The runtime. Kernels have run when a launch returns.
 
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
-  cudaErrorMemoryAllocation = 2,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorLaunchOutOfResources = 701
 };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75 };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
 using cudaStream_t = struct CUstream_st*;
-using cudaEvent_t = struct CUevent_st*;
 
 cudaError_t cudaDriverGetVersion(int* version);
-cudaError_t cudaGetDevice(int* device);
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaGetLastError();
 const char* cudaGetErrorString(cudaError_t error);
-
-cudaError_t cudaMalloc(void** memory, size_t bytes);
-cudaError_t cudaFree(void* memory);
-cudaError_t cudaMemset(void* memory, int value, size_t bytes);
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
-cudaError_t cudaMemGetInfo(size_t* free, size_t* total);
-
-cudaError_t cudaEventCreate(cudaEvent_t* event);
-cudaError_t cudaEventDestroy(cudaEvent_t event);
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
-cudaError_t cudaEventSynchronize(cudaEvent_t event);
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end);

@@ -38,8 +38,8 @@ FAULTS = [
     ("missing_barrier", "thread", r"data race(.|\n)*missing_barrier<false>"
           rf".*{AT['missing_barrier']}"),
     ("missing_warp_barrier", "thread", rf"data race(.|\n)*{AT['missing_warp_barrier']}"),
-    ("divergent_barrier", "", r"divergent_barrier<false>: thread 0 of block 0 waits at "
-          rf"__syncthreads \(.*{AT['divergent_barrier']}, .*\) for thread 16, which has exited"),
+    ("divergent_barrier", "", r"cuda_emulator: thread 0 of block 0 waits at __syncthreads "
+          rf"\(.*{AT['divergent_barrier']}, in \w+<false>\) for thread 16, which has exited"),
     ("two_barriers", "", rf"thread 0 of block 0 waits at __syncthreads \(.*"
           rf"{AT['two_barriers']}, .* for thread 16, which waits at __syncthreads \(.*"
           rf"{AT['the other barrier']}"),

@@ -13,12 +13,9 @@ MODELLED = {
     "an overflow while gradients are released",
     "`differentiable=True`, sparse or complex gradients",
     "states and scaler tensors created in `torch.inference_mode()`",
-    "an option of torch that is missing in a group",
-    "an iterator or a set in `params` of a group",
     "a named parameter at another position in the file",
     "numpy numbers in groups, in `state_dict`",
     "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse",
     "`load_state_dict` of an optimizer",
     "a wrapper that exposes `_step_supports_amp_scaling` of a fused optimizer, in `scaler.step`",
-    "`scaler.step(optimizer, closure)` with a fused optimizer",
 }

@@ -323,18 +323,6 @@ class Loops(RuleBasedStateMachine):
             return  # gradients that a step took are not written when they are unscaled by 1
         self.did(f"wrapper_step {self.take_step(sides, Plan(scalers, wrapped=True))}")
 
-    @rule(which=number)
-    def closure_by_place(self, which: int) -> None:
-        sides = self.sides(which)
-        sides.remove_release()
-        scalers = self.scalers_of(sides)
-        if scalers.kind in ("torch", "disabled") or scalers.twin._scale is None:
-            return
-        error = error_of(lambda: scalers.mine.step(sides.mine, lambda: 0.0))
-        self.differs("`scaler.step(optimizer, closure)` with a fused optimizer")
-        assert "Closure use is not currently supported" in str(error), repr(error)
-        self.did("closure_by_place")
-
     @rule(which=number, hook=st.sampled_from([None, None, *HOOKS]))
     def plain_step(self, which: int, hook: str | None) -> None:
         sides = self.sides(which)
@@ -395,28 +383,6 @@ class Loops(RuleBasedStateMachine):
         pair.mine.grad = dense
         assert_exact(pair.mine, before, "a parameter after a step that was refused")
         self.did("refused_step")
-
-    @rule(which=number, numbered=number, lost=st.integers(0, 31))
-    def lost_option(self, which: int, numbered: int, lost: int) -> None:
-        """A group has lost an option of torch's that every step reads."""
-        sides = self.sides(which)
-        sides.remove_release()
-        index = numbered % len(sides.pairs)
-        group = sides.mine.param_groups[index]
-        if not sides.with_grads():
-            return
-        before = [pair.mine.detach().clone() for _, pair in sides]
-        described = sides.mine.description.options
-        of_torch = [o.name for o in described if o.is_read and not o.on_load.startswith("kept")]
-        name = of_torch[lost % len(of_torch)]
-        value = group.pop(name)
-        text = str(error_of(sides.mine.step))
-        group[name] = value
-        self.differs("an option of torch that is missing in a group")
-        assert f"{name} of group {index} must be present" in text, f"without {name}: {text}"
-        for (_, pair), param in zip(sides, before, strict=True):
-            assert_exact(pair.mine, param, "a parameter after a step that was refused")
-        self.did("lost_option")
 
     # The scale.
 

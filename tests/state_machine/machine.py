@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import pickle
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter, ParameterList
 
 from amp_ext.optim import (
-    CosineAnnealingWeightDecay,
-    StepWeightDecay,
     float32_state_dict,
     offload_states,
 )
@@ -57,16 +54,8 @@ CHANGES = {
 OF_STATE = ("master_weights", "state_dtype", "rounding", "amsgrad", "momentum", "dampening")
 
 
-COSINE_DECAY = functools.partial(CosineAnnealingWeightDecay, T_max=4, final_weight_decay=0.125)
-STEP_DECAY = functools.partial(StepWeightDecay, step_size=2, gamma=0.5)
-
-
 class Machine(Releasing):
     """Loops in which parameters, groups and options change, and all is copied, saved and loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.schedules: dict[Sides, list[Any]] = {}
 
     # Parameters.
 
@@ -177,15 +166,9 @@ class Machine(Releasing):
         group, pair = sides.pair(numbered)
         value = torch.randn(pair.mine.shape, generator=draws(3000 + seed)).to(pair.mine.dtype)
         new = dataclasses.replace(pair, mine=Parameter(value))
-        for groups, old, param in (
-            (sides.mine.param_groups, pair.mine, new.mine),
-            (sides.pairs, pair, new),
-        ):
-            for members in groups:
-                members = members["params"] if isinstance(members, dict) else members
-                for index, member in enumerate(members):
-                    if member is old:
-                        self._put(sides, groups, members, index, param)
+        for members in (*(group["params"] for group in sides.mine.param_groups), *sides.pairs):
+            for old, param in ((pair.mine, new.mine), (pair, new)):
+                members[:] = [param if member is old else member for member in members]
         state = sides.mine.state.pop(pair.mine, None)
         if not keep_state:
             sides.twin.state.pop(pair.twin, None)
@@ -195,14 +178,6 @@ class Machine(Releasing):
         sides.wrote(group, new)
         new.take_grad()
         self.did("replace_param")
-
-    @staticmethod
-    def _put(sides: Sides, groups: Any, members: Any, index: int, param: Any) -> None:
-        if isinstance(members, list):
-            members[index] = param
-            return
-        changed = (*members[:index], param, *members[index + 1 :])
-        next(g for g in groups if g["params"] is members)["params"] = changed
 
     # Groups, options and states.
 
@@ -245,25 +220,9 @@ class Machine(Releasing):
         for groups in (sides.mine.param_groups, sides.twin.param_groups):
             *stay, moved = groups[index]["params"]
             groups[index]["params"] = stay
-            groups[index + 1]["params"] = [moved, *groups[index + 1]["params"]]
+            groups[index + 1]["params"].insert(0, moved)
         sides.pairs[index + 1].insert(0, sides.pairs[index].pop())
         self.did("move_param")
-
-    @rule(which=number, numbered=number, how=st.sampled_from([tuple, iter, set]))
-    def contain(self, which: int, numbered: int, how: Any) -> None:
-        sides = self.sides(which)
-        sides.remove_release()
-        index = numbered % len(sides.pairs)
-        group = sides.mine.param_groups[index]
-        params = list(group["params"])
-        group["params"] = how(params)
-        if how is not tuple:
-            text = str(error_of(sides.mine.step))
-            group["params"] = params
-            self.differs("an iterator or a set in `params` of a group")
-            assert f"params of group {index} must be a list" in text, text
-            sides.assert_as_known()
-        self.did(f"contain {how.__name__}")
 
     @rule(which=number, numbered=number, change=st.sampled_from(sorted(CHANGES)))
     def change_option(self, which: int, numbered: int, change: str) -> None:
@@ -283,40 +242,6 @@ class Machine(Releasing):
                 self.differs("numpy numbers in groups, in `state_dict`")
                 others[name] = value.item()
         self.did("change_option")
-
-    @rule(
-        which=number,
-        kind=st.sampled_from(["go on", "go on", "cosine", "step"]),
-        reload=st.booleans(),
-    )
-    def schedule_weight_decay(self, which: int, kind: str, reload: bool) -> None:
-        """Schedules the weight decay of both sides, over all that becomes of the groups."""
-        sides = self.sides(which)
-        schedules = self.schedules.get(sides)
-        if schedules is None or kind != "go on":
-            make = STEP_DECAY if kind == "step" else COSINE_DECAY
-            schedules = [make(each) for each in (sides.mine, sides.twin)]
-        elif reload or schedules[0].optimizer is not sides.mine:
-            states = [through_a_file(schedule.state_dict()) for schedule in schedules]
-            old, schedules = schedules, []
-            for optimizer, schedule, state in zip(
-                (sides.mine, sides.twin), old, states, strict=True
-            ):
-                make = STEP_DECAY if hasattr(schedule, "gamma") else COSINE_DECAY
-                schedules.append(make(optimizer))
-                schedules[-1].load_state_dict(state)
-                assert schedules[-1].get_last_weight_decay() == [
-                    group["weight_decay"] for group in optimizer.param_groups
-                ]
-        self.schedules[sides] = schedules
-        for schedule in schedules:
-            schedule.step()
-        decays = [
-            [group["weight_decay"] for group in each.param_groups]
-            for each in (sides.mine, sides.twin)
-        ]
-        assert decays[0] == decays[1] == schedules[0].get_last_weight_decay()
-        self.did(f"schedule_weight_decay {kind}")
 
     @rule(which=number, numbered=number, how=st.sampled_from(["in place", "replaced"]))
     def write_state(self, which: int, numbered: int, how: str) -> None:
