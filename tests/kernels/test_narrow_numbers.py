@@ -169,20 +169,18 @@ def test_a_floor_of_adam_counts_beside_narrow_moments(device, code):
     assert_stores_as_the_reference(lists, "adam_", options, code, 5)
 
 
-@pytest.mark.parametrize(
-    ("taken", "limits"),
-    rows(
-        {
-            "alone": (4, {}),
-            "after-2^24-steps": (2**24 + 6, {}),
-            "scale": (4, {"grad_scale": 4.0}),
-            "clip-value": (4, {"clip_value": 0.25, "found_inf": 0.0}),
-            "clip-norm": (4, {"max_grad_norm": 3.0, "grad_scale": 4.0}),
-            "write-back": (4, {"max_grad_norm": 3.0, "grad_scale": 4.0, "write_back_grads": True}),
-            "skip": (4, {"skip_nonfinite": True, "write_back_grads": True}),
-        }
-    ),
-)
+LIMITS = {
+    "alone": (4, {}),
+    "after-2^24-steps": (2**24 + 6, {}),
+    "scale": (4, {"grad_scale": 4.0}),
+    "clip-value": (4, {"clip_value": 0.25, "found_inf": 0.0}),
+    "clip-norm": (4, {"max_grad_norm": 3.0, "grad_scale": 4.0}),
+    "write-back": (4, {"max_grad_norm": 3.0, "grad_scale": 4.0, "write_back_grads": True}),
+    "skip": (4, {"skip_nonfinite": True, "write_back_grads": True}),
+}
+
+
+@pytest.mark.parametrize(("taken", "limits"), rows(LIMITS))
 @coded_steps
 def test_codes_are_those_of_the_reference(device, operation, options, code, taken, limits):
     """The second step with gradients of all sizes."""

@@ -135,19 +135,17 @@ def test_every_code_is_decoded_with_every_exponent(device, code):
     assert found[-1, 0].isnan()
 
 
-@pytest.mark.parametrize(
-    "second_of",
-    rows(
-        {
-            **{
-                f"unit-{unit}": lambda first, unit=unit: torch.full_like(first, unit).square()
-                for unit in (2.0**-64, 2.0**-25, 1.0, 2.0**63, torch.inf)
-            },
-            "like-size": lambda first: (first * torch.exp2(torch.rand(len(first)) * 17 - 12)) ** 2,
-            "any-size": lambda first: first[torch.randperm(len(first))].abs(),
-        }
-    ),
-)
+SECOND_MOMENTS = {
+    **{
+        f"unit-{unit}": lambda first, unit=unit: torch.full_like(first, unit).square()
+        for unit in (2.0**-64, 2.0**-25, 1.0, 2.0**63, torch.inf)
+    },
+    "like-size": lambda first: (first * torch.exp2(torch.rand(len(first)) * 17 - 12)) ** 2,
+    "any-size": lambda first: first[torch.randperm(len(first))].abs(),
+}
+
+
+@pytest.mark.parametrize("second_of", rows(SECOND_MOMENTS))
 def test_ratios_are_those_of_the_reference(device, second_of):
     for first in numbers_of_all_sizes():
         second = second_of(first)

@@ -123,16 +123,14 @@ def new_grads(lists, *, bad: bool = False) -> None:
 AS_ADAM = {"betas": (0.8, 0.99), "eps": 0.05, "denominator_floor": 1e-12}
 
 
-@pytest.mark.parametrize(
-    ("kind", "make", "options"),
-    rows(
-        {
-            "sgd": (SGD, amp_ext.optim.SGD, {}),
-            "momentum": (MOMENTUM, amp_ext.optim.SGD, {"momentum": 0.8}),
-            "adam": (ADAM, amp_ext.optim.Adam, AS_ADAM),
-        }
-    ),
-)
+AS_AN_OPTIMIZER = {
+    "sgd": (SGD, amp_ext.optim.SGD, {}),
+    "momentum": (MOMENTUM, amp_ext.optim.SGD, {"momentum": 0.8}),
+    "adam": (ADAM, amp_ext.optim.Adam, AS_ADAM),
+}
+
+
+@pytest.mark.parametrize(("kind", "make", "options"), rows(AS_AN_OPTIMIZER))
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 def test_it_has_the_bits_of_the_optimizer_with_these_options(device, dtypes, kind, make, options):
     lists = fresh(kind, cases.SMALL, dtypes, device)

@@ -69,17 +69,15 @@ def test_every_16_bit_pattern_is_judged_right(operation, dtype, device) -> None:
         cases.assert_right(operation, bad[index : index + 1])
 
 
-@pytest.mark.parametrize(
-    ("pattern", "dtype"),
-    rows(
-        {
-            "signalling-nan": (0x7F800001, torch.int32),
-            "nan-with-all-bits": (0x7FFFFFFF, torch.int32),
-            "signalling-nan-double": (0x7FF0000000000001, torch.int64),
-            "inf-double": (0x7FF0000000000000, torch.int64),
-        }
-    ),
-)
+UNUSUAL = {
+    "signalling-nan": (0x7F800001, torch.int32),
+    "nan-with-all-bits": (0x7FFFFFFF, torch.int32),
+    "signalling-nan-double": (0x7FF0000000000001, torch.int64),
+    "inf-double": (0x7FF0000000000000, torch.int64),
+}
+
+
+@pytest.mark.parametrize(("pattern", "dtype"), rows(UNUSUAL))
 @cases.each_operation
 def test_unusual_patterns_are_found(operation, pattern, dtype, device) -> None:
     tensor = torch.zeros(100, dtype=dtype)
@@ -173,18 +171,16 @@ def without_storage() -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize(
-    ("bad", "text"),
-    rows(
-        {
-            "integers": (torch.ones(2, dtype=torch.int32), "must be Float, .*got Int"),
-            "complex": (torch.ones(2).cfloat(), "must be Float, .*got Complex"),
-            "sparse": (torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse"),
-            "another-device": (torch.ones(2, device="meta"), "must be on cpu, got meta"),
-            "no-storage": (without_storage(), "must have a storage that holds"),
-        }
-    ),
-)
+BAD_TENSORS = {
+    "integers": (torch.ones(2, dtype=torch.int32), "must be Float, .*got Int"),
+    "complex": (torch.ones(2).cfloat(), "must be Float, .*got Complex"),
+    "sparse": (torch.ones(2).to_sparse(), "must be a strided .*[Ss]parse"),
+    "another-device": (torch.ones(2, device="meta"), "must be on cpu, got meta"),
+    "no-storage": (without_storage(), "must have a storage that holds"),
+}
+
+
+@pytest.mark.parametrize(("bad", "text"), rows(BAD_TENSORS))
 @cases.each_operation
 def test_a_bad_tensor_is_named_and_nothing_is_written(operation, bad, text) -> None:
     good = torch.ones(3)
@@ -233,19 +229,17 @@ def test_numbers_have_any_shape_of_one_element_and_neighbours_are_left(name, sha
             assert whole._version == 0, key
 
 
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    rows(
-        {
-            "half": (Tensor.half, "must be {}, got Half"),
-            "bool": (Tensor.bool, "must be {}, got Bool"),
-            "two": (lambda t: t.repeat(2), r"must be one element, got sizes \[2\]"),
-            "none": (lambda t: t.new_zeros(0), r"must be one element, got sizes \[0\]"),
-            "meta": (lambda t: t.to("meta"), r"must be on cpu( or cuda)?, got meta"),
-            "sparse": (lambda t: t[None].to_sparse(), "must be a strided .*[Ss]parse"),
-        }
-    ),
-)
+BAD_NUMBERS = {
+    "half": (Tensor.half, "must be {}, got Half"),
+    "bool": (Tensor.bool, "must be {}, got Bool"),
+    "two": (lambda t: t.repeat(2), r"must be one element, got sizes \[2\]"),
+    "none": (lambda t: t.new_zeros(0), r"must be one element, got sizes \[0\]"),
+    "meta": (lambda t: t.to("meta"), r"must be on cpu( or cuda)?, got meta"),
+    "sparse": (lambda t: t[None].to_sparse(), "must be a strided .*[Ss]parse"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "text"), rows(BAD_NUMBERS))
 @pytest.mark.parametrize(
     ("name", "number"), [(name, number) for name in NUMBERS for number in NUMBERS[name]]
 )
@@ -270,21 +264,19 @@ def factors(growth_factor=2.0, backoff_factor=0.5, growth_interval=3) -> dict[st
     return dict(zip(names, (growth_factor, backoff_factor, growth_interval), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("scale", "tracker", "found_infs", "numbers", "expected"),
-    rows(
-        {
-            "interval-zero": (8.0, 0, [0.0], factors(growth_interval=0), (8.0, 1)),
-            "found-inf-nan": (8.0, 1, [math.nan], factors(), (4.0, 0)),
-            "first-of-several-launches": (8.0, 2, [1.0] + [0.0] * 300, factors(), (4.0, 0)),
-            "rounded-once": (3.0, 2, [0.0], factors(1.7), (torch.tensor(5.1).item(), 0)),
-            "never-to-inf": (2.0**127, 2, [0.0], factors(), (2.0**127, 0)),
-            "up-to-the-largest": (LARGEST / 2, 2, [0.0], factors(), (LARGEST, 0)),
-            "down-to-zero": (2.0**-149, 2, [1.0], factors(), (0.0, 0)),
-            "subnormal": (2.0**-130, 2, [1.0], factors(), (2.0**-131, 0)),
-        }
-    ),
-)
+UPDATES = {
+    "interval-zero": (8.0, 0, [0.0], factors(growth_interval=0), (8.0, 1)),
+    "found-inf-nan": (8.0, 1, [math.nan], factors(), (4.0, 0)),
+    "first-of-several-launches": (8.0, 2, [1.0] + [0.0] * 300, factors(), (4.0, 0)),
+    "rounded-once": (3.0, 2, [0.0], factors(1.7), (torch.tensor(5.1).item(), 0)),
+    "never-to-inf": (2.0**127, 2, [0.0], factors(), (2.0**127, 0)),
+    "up-to-the-largest": (LARGEST / 2, 2, [0.0], factors(), (LARGEST, 0)),
+    "down-to-zero": (2.0**-149, 2, [1.0], factors(), (0.0, 0)),
+    "subnormal": (2.0**-130, 2, [1.0], factors(), (2.0**-131, 0)),
+}
+
+
+@pytest.mark.parametrize(("scale", "tracker", "found_infs", "numbers", "expected"), rows(UPDATES))
 def test_one_update(scale, tracker, found_infs, numbers, expected, device) -> None:
     scale_tensor = torch.full((), scale, device=device)
     tracker_tensor = torch.full((), tracker, dtype=torch.int32, device=device)
@@ -371,19 +363,17 @@ def test_found_inf_is_set_to_one_or_left_as_it_is(before: float, device) -> None
         assert found(clean, before=before, **options) == (before if is_finite else 1)
 
 
-@pytest.mark.parametrize(
-    ("scale", "expected"),
-    rows(
-        {
-            "usual": (65536.0, 0),
-            "inverse-below-the-largest-float": (1e-38, 0),
-            "subnormal-with-a-finite-inverse": (3e-39, 0),
-            "inverse-above-the-largest-float": (1e-39, 1),
-            "zero": (0.0, 1),
-            "nan": (NAN, 1),
-        }
-    ),
-)
+SCALES = {
+    "usual": (65536.0, 0),
+    "inverse-below-the-largest-float": (1e-38, 0),
+    "subnormal-with-a-finite-inverse": (3e-39, 0),
+    "inverse-above-the-largest-float": (1e-39, 1),
+    "zero": (0.0, 1),
+    "nan": (NAN, 1),
+}
+
+
+@pytest.mark.parametrize(("scale", "expected"), rows(SCALES))
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 def test_a_scale_without_a_finite_inverse_counts_as_overflow(scale, expected, shape, device):
     grad_scale = torch.full(shape, scale, device=device)

@@ -72,25 +72,23 @@ SIZES = r"must be of sizes \[5\], got"
 TWO = r"must be one element, got sizes \[2\]"
 
 
-@pytest.mark.parametrize(
-    ("kinds", "spoil", "words"),
-    rows(
-        {
-            "buffer-double": ("buffers", Tensor.double, "must be Float.*, got Double"),
-            "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
-            "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
-            "master-half": ("master_params", Tensor.half, "must be Float, Byte or Char, got Half"),
-            "integer": ("params grads", Tensor.int, "must be Float, .*got Int"),
-            "complex": ("params grads", Tensor.cfloat, "must be Float, .*got Complex"),
-            "sparse": ("grads", Tensor.to_sparse, "must be .*[sS]parse"),
-            "shape": ("grads buffers master_params", lambda t: t[:-1], f"{SIZES} \\[4\\]"),
-            "dimensions": ("grads", lambda t: t.view(1, -1), f"{SIZES} \\[1, 5\\]"),
-            "step-shape": ("steps", lambda t: t.repeat(2), TWO),
-            "overlaps-itself": ("params buffers master_params", overlapping, ITSELF),
-            "device": ("grads buffers", lambda t: t.to("meta"), "must be .*meta"),
-        }
-    ),
-)
+BAD_TENSORS = {
+    "buffer-double": ("buffers", Tensor.double, "must be Float.*, got Double"),
+    "buffer-integer": ("buffers", Tensor.int, "must be Float.*, got Int"),
+    "step-integer": ("steps", Tensor.long, "must be Float, got Long"),
+    "master-half": ("master_params", Tensor.half, "must be Float, Byte or Char, got Half"),
+    "integer": ("params grads", Tensor.int, "must be Float, .*got Int"),
+    "complex": ("params grads", Tensor.cfloat, "must be Float, .*got Complex"),
+    "sparse": ("grads", Tensor.to_sparse, "must be .*[sS]parse"),
+    "shape": ("grads buffers master_params", lambda t: t[:-1], f"{SIZES} \\[4\\]"),
+    "dimensions": ("grads", lambda t: t.view(1, -1), f"{SIZES} \\[1, 5\\]"),
+    "step-shape": ("steps", lambda t: t.repeat(2), TWO),
+    "overlaps-itself": ("params buffers master_params", overlapping, ITSELF),
+    "device": ("grads buffers", lambda t: t.to("meta"), "must be .*meta"),
+}
+
+
+@pytest.mark.parametrize(("kinds", "spoil", "words"), rows(BAD_TENSORS))
 @cases.few_steps_and_updates
 def test_a_bad_tensor_is_named(operation, options, kinds, spoil, words):
     for name in named(some_lists(operation, options), kinds):

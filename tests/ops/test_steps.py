@@ -57,18 +57,16 @@ def test_one_step_is_the_formula(device, dtypes, operation, options):
 
 
 # The gradients of the test have norms from 20 up.
-@pytest.mark.parametrize(
-    "clipping",
-    rows(
-        {
-            "norm": {"max_grad_norm": 3.0},
-            "large-norm": {"max_grad_norm": 1e6},
-            "norm-0": {"max_grad_norm": 0.0},
-            "value": {"clip_value": 0.25},
-            "norm-and-value": {"max_grad_norm": 30.0, "clip_value": 0.25},
-        }
-    ),
-)
+CLIPPING = {
+    "norm": {"max_grad_norm": 3.0},
+    "large-norm": {"max_grad_norm": 1e6},
+    "norm-0": {"max_grad_norm": 0.0},
+    "value": {"clip_value": 0.25},
+    "norm-and-value": {"max_grad_norm": 30.0, "clip_value": 0.25},
+}
+
+
+@pytest.mark.parametrize("clipping", rows(CLIPPING))
 @pytest.mark.parametrize("dtypes", FEW_DTYPES)
 @cases.few_steps_and_updates
 def test_gradients_are_clipped_by_what_is_finite(device, dtypes, operation, options, clipping):
