@@ -11,8 +11,6 @@ MODELLED = {
     "`optimizer.step()` after `scaler.step(optimizer)`",
     "`scaler.step` raises, or is interrupted, in a fused optimizer",
     "an overflow while gradients are released",
-    "`differentiable=True`, sparse or complex gradients",
-    "states and scaler tensors created in `torch.inference_mode()`",
     "a named parameter at another position in the file",
     "numpy numbers in groups, in `state_dict`",
     "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse",

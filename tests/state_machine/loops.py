@@ -21,7 +21,6 @@ from state_machine.sides import (
     Pair,
     Scalers,
     Sides,
-    assert_exact,
     assert_near,
     error_of,
     written,
@@ -361,28 +360,6 @@ class Loops(RuleBasedStateMachine):
         if scaled or sides.has_finite_grads():
             plan = Plan(scalers if scaled else None, interrupted=True)
             self.did(f"interrupted_step {self.take_step(sides, plan)}")
-
-    @rule(which=number, numbered=number, scaled=st.booleans())
-    def refused_step(self, which: int, numbered: int, scaled: bool) -> None:
-        """A gradient is sparse, which no kernel takes."""
-        sides = self.sides(which)
-        sides.remove_release()
-        scalers = self.scalers_of(sides) if scaled else None
-        _, pair = sides.pair(numbered)
-        if pair.mine.grad is None or (scaled and scalers.kind == "torch"):
-            return
-        if scalers is not None and not scalers.is_ready(sides):
-            return  # torch's scaler would take the next gradients for unscaled
-        dense, before = pair.mine.grad, pair.mine.detach().clone()
-        pair.mine.grad = dense.to_sparse()
-        call = sides.mine.step if scalers is None else lambda: scalers.mine.step(sides.mine)
-        self.differs("`differentiable=True`, sparse or complex gradients")
-        assert isinstance(error_of(call), Exception)
-        if scalers is not None and scalers.enabled and scalers.mine._per_optimizer_states:
-            scalers.knows(sides)
-        pair.mine.grad = dense
-        assert_exact(pair.mine, before, "a parameter after a step that was refused")
-        self.did("refused_step")
 
     # The scale.
 

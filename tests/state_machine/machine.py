@@ -27,10 +27,8 @@ from state_machine.sides import (
     OWN_OPTIONS,
     Pair,
     Sides,
-    assert_exact,
     assert_near,
     distance_of_codes,
-    doubled,
     error_of,
 )
 
@@ -258,21 +256,6 @@ class Machine(Releasing):
         for name, buffer in sides.buffers(pair).items():
             buffer.copy_(numbers[name])  # a ratio is to a second moment that was written
 
-    @rule(which=number, inference=st.booleans())
-    def average(self, which: int, inference: bool) -> None:
-        """Takes the masters, as an average of weights does."""
-        sides = self.sides(which)
-        if any(pair.is_converted for _, pair in sides):
-            return
-        with torch.inference_mode(inference):
-            masters = sides.mine.master_params([pair.mine for _, pair in sides])
-        for (_, pair), master in zip(sides, masters, strict=True):
-            if not pair.is_out_of_date:
-                assert_exact(doubled(master), pair.twin, "a master")
-        if inference:
-            self.differs("states and scaler tensors created in `torch.inference_mode()`")
-        self.did("average")
-
     # Copies and files.
 
     @rule(how=st.sampled_from(["deepcopy", "pickle"]))
@@ -367,24 +350,6 @@ class Machine(Releasing):
                     assert_near(numbers[name], buffer, buffer.abs(), f"loaded {name}", F32, more)
                     buffer.copy_(numbers[name])
             pair.is_out_of_date = False
-
-    @rule(which=number, how=st.sampled_from(["into new", "into torch", "from torch"]))
-    def save_and_load_scaler(self, which: int, how: str) -> None:
-        scalers = self.scalers[which % len(self.scalers)]
-        if not scalers.enabled:
-            return
-        if how == "into new" and not scalers.twin._per_optimizer_states:
-            for sides in self.all:
-                sides.remove_release()
-            file = scalers.mine.state_dict()
-            scalers.mine, scalers.twin = scalers.new_of_ours(), scalers.new_of_torchs()
-            for scaler in (scalers.mine, scalers.twin):
-                scaler.load_state_dict(file)
-        elif how == "into torch":
-            scalers.twin.load_state_dict(scalers.mine.state_dict())
-        else:
-            scalers.mine.load_state_dict(scalers.twin.state_dict())
-        self.did("save_and_load_scaler")
 
     # What always holds.
 
