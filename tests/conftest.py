@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -150,66 +148,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-# Has torch already, so that a program is up in a tenth of a second. Forks for each line that it
-# reads and goes on as `python -m` would, whose own frames have such names too: no traceback of a
-# program begins with this one.
-SERVER = f"""
-import faulthandler, json, os, runpy, signal, sys
-import torch
-
-for line in sys.stdin:
-    module, arguments, folder, environment, outputs = json.loads(line)
-    if os.fork() == 0:
-        break
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-else:
-    sys.exit()
-for number, path in enumerate([os.devnull, *outputs]):
-    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
-faulthandler.register(signal.SIGALRM, chain=True)
-signal.alarm({HANGS})
-os.chdir(folder)
-os.environ.clear()
-os.environ.update(environment)
-sys.argv, sys.path[0] = ["-m", *arguments], folder
-runpy._run_module_as_main(module)
-"""
-
 RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def run_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunModule]:
+def run_module() -> RunModule:
     """Runs ``python -m module`` in a folder; the package is on its path, but not first."""
     import amp_ext
 
-    home = Path(amp_ext.__file__).parents[1]
-    outputs = [str(tmp_path_factory.mktemp("outputs") / name) for name in ("stdout", "stderr")]
-    server = subprocess.Popen(
-        [sys.executable, "-c", f"exec(compile({SERVER!r}, '<frozen server>', 'exec'))"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(home), *sys.path])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
+    path = os.pathsep.join([str(Path(amp_ext.__file__).parents[1]), *sys.path])
 
-    def run(module: str, *arguments: str, folder: Path, stdout: str = "", **changes: str | None):
-        variables = {**os.environ, **changes}
-        environment = {name: text for name, text in variables.items() if text is not None}
-        places = [stdout or outputs[0], outputs[1]]
-        request = [module, arguments, str(folder), environment, places]
-        server.stdin.write(f"{json.dumps(request)}\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
-        texts = ["" if stdout else Path(outputs[0]).read_text(), Path(outputs[1]).read_text()]
-        if code == -signal.SIGALRM:
-            pytest.fail(f"python -m {module} has not ended after {HANGS} s:\n{texts[1]}")
-        return subprocess.CompletedProcess([module, *arguments], code, *texts)
+    def run(module: str, *arguments: str, folder: Path, **changes: str | None):
+        variables = {**os.environ, "PYTHONPATH": path, **changes}
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=folder,
+            env={name: text for name, text in variables.items() if text is not None},
+            capture_output=True,
+            text=True,
+            timeout=HANGS,
+        )
 
-    yield run
-    server.communicate()
+    return run
 
 
 CHILD = """
