@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,54 +64,21 @@ def build_program(cmake_program: str) -> BuildProgram:
 
 TESTS = Path(__file__).resolve().parents[1]
 CPP_PROGRAM = TESTS.parent / "build" / "cpp_program"
-END = "\x04"  # of what one command of the program prints
-
-
-class Program:
-    """The program, started once for many commands, and again after one that has ended it."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [CPP_PROGRAM / "program"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                # As one_thread says; checks of threads make their own.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        return self.process
-
-    def run(self, *command: str) -> str:
-        process = self.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(" ".join(command) + "\n")
-        process.stdin.flush()
-        text = ""
-        for line in process.stdout:
-            if line.startswith(END):
-                assert line == f"{END}0\n", text
-                return text
-            text += line
-        raise AssertionError(f"{command} ended the program by {process.wait()}: {text}")
-
-    def end(self) -> None:
-        if self.process is not None:
-            self.process.communicate()
-            assert self.process.returncode == 0
 
 
 @pytest.fixture(scope="module")
-def run(build_program: BuildProgram) -> Iterator[Callable[..., str]]:
+def run(build_program: BuildProgram) -> Callable[..., None]:
     """Builds the program in C++ as a user of the package would; returns what runs its commands."""
     build_program(TESTS / "cpp" / "program", CPP_PROGRAM, "Debug")
-    program = Program()
-    yield program.run
-    program.end()
+    # One thread, as one_thread says; checks of threads make their own.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> None:
+        program = [CPP_PROGRAM / "program", *command]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from amp_ext import optim
 PROGRAM = Path(__file__).resolve().parents[1] / "cpp" / "program" / "main.cpp"
 CHECKS = re.findall(r"^void (\w+)\(\) \{", PROGRAM.read_text(), re.MULTILINE)
 
-Run = Callable[..., str]
+Run = Callable[..., None]
 
 STEPS, LR_AT, RESUME_AT = 50, 17, 24  # between two overflows, of which one lowers no scale
 SHAPES = (64, 64), (9,)  # with blocks of 32 elements in 8 bits, and without

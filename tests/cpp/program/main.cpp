@@ -1,6 +1,5 @@
-// Tests the C++ classes. Reads commands: `check NAME`
-// runs a check, `train CASE FOLDER` trains with the tensors of a file there. Ends the output of
-// each command with a line of \4 and the exit code.
+// Tests the C++ classes. `program check NAME` runs a check, `program train CASE FOLDER` trains with
+// the tensors of a file there. Prints what fails, and exits with 1.
 #include <amp_ext/amp_ext.h>
 #include <torch/torch.h>
 
@@ -315,16 +314,12 @@ const std::map<std::string, std::function<void()>> kChecks = {
 
 }  // namespace
 
-int main() {
-  for (std::string command, name, folder; std::cin >> command >> name;) {
-    if (command == "train") std::cin >> folder;
-    int code = 1;
-    try {
-      command == "check" ? kChecks.at(name)() : train(name, folder);
-      code = 0;
-    } catch (const std::exception& error) {
-      std::cout << error.what() << "\n";
-    }
-    std::cout << "\4" << code << std::endl;
+int main(int, char** argv) {
+  const std::string command = argv[1], name = argv[2];
+  try {
+    command == "check" ? kChecks.at(name)() : train(name, argv[3]);
+  } catch (const std::exception& error) {
+    std::cout << error.what() << "\n";
+    return 1;
   }
 }
