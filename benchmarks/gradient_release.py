@@ -60,10 +60,7 @@ def step_of_torch() -> Callable[[], float]:
     param.grad = torch.randn(ELEMENTS)
     optimizer = torch.optim.AdamW([param], fused=True)
 
-    def step() -> float:
-        return min(timeit.repeat(optimizer.step, number=1, repeat=20))  # the first is cold
-
-    return step
+    return lambda: min(timeit.repeat(optimizer.step, number=1, repeat=20))  # the first is cold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,15 +31,10 @@ def share_skipped(width: float, sigma_factor: float, steps: int = STEPS) -> floa
     return guard.stats(wait=True).outliers / (steps - guard.options["warmup_steps"])
 
 
-def make_table(steps: int = STEPS) -> str:
-    """Formats the fractions of skipped steps as a table."""
-    table = [["width", *(f"{factor:g} deviations" for factor in SIGMA_FACTORS)]]
-    for width in WIDTHS:
-        shares = [share_skipped(width, factor, steps) for factor in SIGMA_FACTORS]
-        table.append([f"{width}", *(f"{share:.2%}" for share in shares)])
-    return format_table(table)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(make_table())
+    table = [["width", *(f"{factor:g} deviations" for factor in SIGMA_FACTORS)]]
+    for width in WIDTHS:
+        shares = [share_skipped(width, factor) for factor in SIGMA_FACTORS]
+        table.append([f"{width}", *(f"{share:.2%}" for share in shares)])
+    print(format_table(table))

@@ -77,16 +77,18 @@ def make_transport(device: torch.device) -> Any:
     return Transport(device, pinned=True) if device.type == "cuda" else ImmediateTransport()
 
 
-def counted(transport: Any) -> list[int]:
-    """Returns a list that takes the bytes of each further allocation of a transport."""
-    allocate, sizes = transport.allocate, list[int]()
+def offload(optimizer: AdamW, threads: int, device: torch.device) -> Callable[[], int]:
+    """Moves the states to host memory; returns what counts all bytes there."""
+    transport, sizes = make_transport(device), list[int]()
+    allocate = transport.allocate
 
     def allocate_and_count(size: int) -> Tensor:
         sizes.append(size)
         return allocate(size)
 
     transport.allocate = allocate_and_count
-    return sizes
+    OffloadedStates(optimizer, transport, threads)
+    return lambda: host_bytes(states_of(optimizer)) + sum(sizes)
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -152,9 +154,7 @@ def measure_form(
     for param, other in zip(params, others, strict=True):
         other.grad = param.grad.to(CPU, copy=True)
     plain, offloaded = make_optimizer(others, form), make_optimizer(params, form)
-    transport, extra = make_transport(device), make_transport(device)
-    sizes = counted(transport)
-    OffloadedStates(offloaded, transport, threads)
+    host, extra = offload(offloaded, threads, device), make_transport(device)
     calls: dict[str, Callable[[], Any]] = {"step": plain.step, "offloaded": offloaded.step}
     least_times(calls, 2, device)
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
@@ -188,8 +188,7 @@ def measure_form(
         parts.append(found["memory"] * moved / streamed)
     ratio = found["offloaded"] / (max(parts) if on_gpu else sum(parts))
     cells = [*(f"{part:.1f}" for part in parts), f"{found['offloaded']:.1f}", f"{ratio:.2f}"]
-    host = host_bytes(states_of(offloaded)) + sum(sizes)
-    cells.append(f"{host / elements:.2f}")
+    cells.append(f"{host() / elements:.2f}")
     wrong = []
     if ratio > TIME_LIMITS[device.type]:
         wrong.append(f"{form.name}: the ratio {ratio:.2f} is above {TIME_LIMITS[device.type]}")
@@ -212,20 +211,6 @@ class Side(NamedTuple):
     step: Callable[[], Any]  # steps the parameters with their gradients
     params: list[Parameter]  # on the device
     host: Callable[[], int]  # returns the bytes that are in host memory between steps
-
-
-def by_amp_ext(
-    form: Configuration, params: list[Parameter], threads: int, device: torch.device
-) -> Side:
-    """Returns ``offload_states`` with our AdamW."""
-    optimizer, transport = make_optimizer(params, form), make_transport(device)
-    sizes = counted(transport)
-    OffloadedStates(optimizer, transport, threads)
-
-    def host() -> int:
-        return host_bytes(states_of(optimizer)) + sum(sizes)
-
-    return Side(f"amp_ext, {form.name}", optimizer.step, params, host)
 
 
 @torch.no_grad()
@@ -285,7 +270,9 @@ def makers_of(
         return make_params(shapes, form.dtype or torch.float32, device)
 
     def ours(form: Configuration) -> Side:
-        return by_amp_ext(form, made(form), threads, device)
+        optimizer = make_optimizer(params := made(form), form)
+        host = offload(optimizer, threads, device)
+        return Side(f"amp_ext, {form.name}", optimizer.step, params, host)
 
     return [
         *(partial(ours, form) for form in (MASTERS, SPLIT)),
