@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,8 @@ each_dtype_in_each_way = pytest.mark.parametrize(
 @pytest.fixture(params=["alone", "gloo"])
 def processes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Once without a process group, once in one that is made of this process."""
-    if request.param == "alone":
+    with cases.group_of_one() if request.param == "gloo" else contextlib.nullcontext():
         yield
-        return
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def make(

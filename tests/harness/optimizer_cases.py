@@ -420,3 +420,15 @@ def assert_refused(optimizer: Optimizer, file: dict[str, Any], error: Any, words
         optimizer.load_state_dict(file)
     assert_same_bits(optimizer, before)
     assert optimizer.state_dict()["param_groups"] == groups
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """Makes a process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -139,10 +139,8 @@ def test_any_sequence_of_changes_is_seen(name, options, seed: int) -> None:
 @pytest.fixture
 def mesh():
     """A mesh of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    with cases.group_of_one():
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("shard", [distribute_module, lambda it, mesh: fully_shard(it, mesh=mesh)])

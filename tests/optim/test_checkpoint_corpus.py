@@ -13,7 +13,7 @@ from typing import Any
 import checkpoint_corpus as corpus
 import pytest
 import torch
-from harness.optimizer_cases import assert_same_bits, ours, params_of
+from harness.optimizer_cases import assert_same_bits, group_of_one, ours, params_of
 from torch.nn import Parameter
 
 import amp_ext
@@ -99,13 +99,8 @@ def scaled(scaler_class: type[torch.amp.GradScaler], **options: Any) -> torch.am
 
 
 def of_fully_sharded() -> torch.amp.GradScaler:
-    from torch.distributed import HashStore, destroy_process_group, init_process_group
-
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         return scaled(amp_ext.ShardedGradScaler)
-    finally:
-        destroy_process_group()
 
 
 MAKERS: dict[str, Callable[[], Any]] = {

@@ -73,38 +73,24 @@ SWITCHES = [{"foreach": True}, {"fused": True}, {"capturable": True, "foreach": 
 @pytest.mark.parametrize("switch", SWITCHES, ids=str)
 @cases.every_optimizer_in_torch
 def test_files_of_all_implementations_of_torch_come_and_go(name, options, switch):
+    """torch takes its switches from the file, so those of a CPU are set after the load."""
     switch = cases.taken(name, switch)
-    step_on_cpu = {"capturable": False} if "capturable" in switch else {}
-    other = trained(theirs(name)(make_params(F32), **options, **(switch | step_on_cpu)))
+    on_cpu = switch | ({"capturable": False} if "capturable" in switch else {})
+    other = trained(theirs(name)(make_params(F32), **options, **on_cpu))
     file = other.state_dict()
     file["param_groups"][0] |= switch
     mine = cases.loading(ours(name)(twins(other), lr=123.0), file)
     assert {key: mine.param_groups[0][key] for key in options | switch} == options | switch
-    back = cases.loading(theirs(name)(twins(other), lr=123.0), mine.state_dict())
+    file = copy.deepcopy(mine.state_dict())  # torch keeps the tensors of what it loads
+    back = cases.loading(theirs(name)(twins(other), lr=123.0), file)
     as_their_own(mine, other)
     as_their_own(back, other)
     assert {key: back.param_groups[0][key] for key in switch} == switch
-
-
-IMPLEMENTATIONS = [{"fused": True}, {"foreach": True}, {"foreach": False}]
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-@pytest.mark.parametrize("name", cases.IN_TORCH)
-def test_each_implementation_of_torch_goes_on_from_our_file_and_we_from_its(name, implementation):
-    """torch takes ``fused`` and ``foreach`` from the file; so they are set after the load."""
-    implementation = cases.taken(name, implementation)
-    momentum = {"momentum": 0.9} if name == "SGD" else {}
-    mine = trained(ours(name)(make_params(F32), lr=0.1, **momentum))
-    file = copy.deepcopy(mine.state_dict())  # torch keeps the tensors of what it loads
-    torchs = cases.loading(theirs(name)(twins(mine), **implementation), file)
-    for group in torchs.param_groups:
-        group.update(implementation)
-    train([mine, torchs], 2)
-    cases.assert_all_close(mine, torchs, steps=2)
-    back = cases.loading(ours(name)(twins(torchs)), torchs.state_dict())
-    train([torchs, back], 2)
-    cases.assert_all_close(back, torchs, steps=2)
+    for optimizer in (mine, back):
+        optimizer.param_groups[0].update(on_cpu)
+    train([mine, other, back], 2)
+    cases.assert_all_close(mine, other, steps=2)
+    cases.assert_all_close(mine, back, steps=2)
 
 
 @cases.each_in_torch
@@ -350,9 +336,7 @@ def test_what_fsdp1_has_matched_by_name_is_not_permuted_again():
         sharded = FullyShardedDataParallel(model, **options)
         return sharded, list(sharded.named_parameters())
 
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with cases.group_of_one():
         model, pairs = model_and_named()
         source = stepped("AdamW", pairs)
         saved = FullyShardedDataParallel.optim_state_dict(model, source)
@@ -362,5 +346,3 @@ def test_what_fsdp1_has_matched_by_name_is_not_permuted_again():
             FullyShardedDataParallel.optim_state_dict_to_load(other, resumed, saved)
         )
         assert_same_states(resumed, source)
-    finally:
-        torch.distributed.destroy_process_group()

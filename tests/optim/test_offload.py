@@ -18,6 +18,7 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32, F64
+from harness.edge_shapes import threads as torch_threads
 from harness.optimizer_cases import assert_same_bits, bits_of, give_grads, grads_of, params_of
 from harness.reference import same_bits
 from harness.rows import rows
@@ -145,16 +146,12 @@ def test_size_of_chunks_changes_no_bit(chunk_bytes: int) -> None:
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 3), (1, 1), (2, 2)])
 def test_threads_change_no_bit_and_no_other_number(threads: int | None, expected: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with torch_threads(3):
         optimizers = cases.pair("AdamW", {"lr": 0.05}, F16, shapes=[(300, 300)])
         pool = offloaded(optimizers[0], threads=threads)._pool
         assert_trains_alike(optimizers, 2)
         assert pool.submit(torch.get_num_threads).result() == expected
         assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 # What moves.

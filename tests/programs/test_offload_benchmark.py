@@ -8,6 +8,7 @@ import types
 import offload
 import pytest
 import torch
+from harness.edge_shapes import threads
 
 SMALL = ["--tensors=2", "--elements=4096", "--rounds=2"]
 SHAPES = [4096, 2048]
@@ -24,9 +25,8 @@ def deepspeed(monkeypatch):
 
 def run(capsys, *arguments):
     """Runs the program; returns the exit code, and the printed lines."""
-    threads = torch.get_num_threads()
-    code = offload.main([*SMALL, *arguments])
-    torch.set_num_threads(threads)
+    with threads(1):
+        code = offload.main([*SMALL, *arguments])
     return code, capsys.readouterr().out.splitlines()
 
 

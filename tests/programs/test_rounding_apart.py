@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from harness.edge_shapes import threads
 
 pytest.importorskip("matplotlib")
 
@@ -14,16 +14,12 @@ from rounding_apart import RUNS, distances, draw, trained
 
 def test_our_run_is_as_far_from_torchs_as_torchs_from_itself(tmp_path: Path) -> None:
     """The runs are those of the figure, but shorter: differences are still of rounding alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         steps = 101
         make_reference, is_moved, _ = RUNS["torch, weights moved by one unit in the last place"]
         assert is_moved
         reference = trained(make_reference, steps=steps)
         runs = {name: trained(make, moved, steps) for name, (make, moved, _) in RUNS.items()}
-    finally:
-        torch.set_num_threads(threads)
     last = {name: distances(run, reference)[-1] for name, run in runs.items()}
     control = last["torch, weights moved by one unit in the last place"]
     assert 0.0 < control < 1e-5

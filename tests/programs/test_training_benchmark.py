@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 import common
 import plot
 import training
+from harness.edge_shapes import threads
 from training import NARROW, SIDES, TASKS, TINY
 
 CPU = torch.device("cpu")
@@ -22,9 +23,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder with the files of a tiny run, and what these say."""
-    folder, threads = tmp_path_factory.mktemp("training"), torch.get_num_threads()
-    assert training.main(["--device=cpu", "--tiny", f"--out={folder}"]) == 0
-    torch.set_num_threads(threads)
+    folder = tmp_path_factory.mktemp("training")
+    with threads(1):
+        assert training.main(["--device=cpu", "--tiny", f"--out={folder}"]) == 0
     return folder, json.loads((folder / "training.json").read_text())
 
 
@@ -82,10 +83,9 @@ def test_a_run_that_fails_leaves_the_others_and_none_begins_too_late(monkeypatch
     monkeypatch.setattr(training, "TASKS", {"GPT": TASKS["GPT"]})
     monkeypatch.setattr(training, "TINY", replace(TINY, steps=2, warm_up=1))
     monkeypatch.setattr(common.time, "monotonic", lambda: next(times))
-    threads = torch.get_num_threads()
     # The three runs of the first seed begin at 10, 30 and 50 and last for 10.
-    assert training.main(["--tiny", "--seconds=65", f"--out={tmp_path}"]) == 1
-    torch.set_num_threads(threads)
+    with threads(1):
+        assert training.main(["--tiny", "--seconds=65", f"--out={tmp_path}"]) == 1
     result = json.loads(written.read_text())
     assert [*stored, len(result["runs"])] == [0, 1, 1, 2]
     assert len(result["left_out"]) == 6

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import trainer_cases as cases
-from harness.optimizer_cases import GONE, spoiled
+from harness.optimizer_cases import GONE, group_of_one, spoiled
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.trainer_cases import all_of, grads_of, plain
@@ -213,12 +213,10 @@ class FullyShardedDataParallel(nn.Linear):
 
 
 def test_sharded_parameters_are_refused_with_the_name_of_what_saves_them(tmp_path):
-    from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one():
         mesh, model = init_device_mesh("cpu", (1,)), nn.Linear(2, 1)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         of_fsdp1 = nn.Sequential(FullyShardedDataParallel(2, 1))
@@ -227,8 +225,6 @@ def test_sharded_parameters_are_refused_with_the_name_of_what_saves_them(tmp_pat
             words = f"^MixedPrecisionTrainer.save: '{got}' is sharded over ranks. Use torch.dis"
             with pytest.raises(ValueError, match=words):
                 trainer.save(tmp_path / "run.pt")
-    finally:
-        destroy_process_group()
     assert os.listdir(tmp_path) == []
 
 
