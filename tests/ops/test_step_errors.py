@@ -203,10 +203,6 @@ def coded_lists(operation: str, code: str) -> tuple[Lists, Options]:
     return build_coded(operation, options, code, cases.IN_FLOAT, [(2 * GROUP,)] * 3), options
 
 
-def first_moments_in_float(lists: Lists) -> None:
-    lists["exp_avgs"][1] = lists["exp_avgs"][1].float()
-
-
 def with_maxima(lists: Lists) -> None:
     lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
 
@@ -237,7 +233,7 @@ WRONG_CODES = [
     ("adam_", "q8h", second("exp_avgs", Tensor.byte), rf"exp_avgs\[1\] {NARROW} Byte"),
     ("adam_", "q8s", second("exp_avg_sqs", Tensor.char), rf"exp_avg_sqs\[1\] {BESIDE} Char"),
     ("adam_", "q8h", second("exp_avg_sqs", Tensor.float), rf"exp_avg_sqs\[1\] {BESIDE} Float"),
-    ("adam_", "q8s", first_moments_in_float, rf"exp_avg_sqs\[1\] {NARROW} Byte"),
+    ("adam_", "q8s", second("exp_avgs", Tensor.float), rf"exp_avg_sqs\[1\] {NARROW} Byte"),
     ("adam_", "q8h", with_maxima, rf"exp_avgs\[0\] {NARROW} Char"),
     ("adam_", "q8h", with_exponents, r"exponents\[0\] must be None for moments without groups"),
     *(

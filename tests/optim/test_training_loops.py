@@ -26,6 +26,7 @@ from harness.optimizer_cases import (
 from harness.reference import assert_close, same_bits
 from harness.rows import rows
 from test_forms import FORMS
+from test_offload import offloaded
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as of_torch
@@ -190,11 +191,13 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
 # Autocast keeps weights that it has cast until its outermost scope ends.
 
 
+@pytest.mark.parametrize("prepare", [lambda _: None, offloaded])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool) -> None:
+def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool, prepare: Any) -> None:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
     optimizer = ours("SGD")(linear.parameters(), lr=1.0)
+    prepare(optimizer)
     scaler = GradScaler("cpu", init_scale=2.0, enabled=scaled)
     with torch.autocast("cpu", BF16):
         output = linear(torch.ones(1, 1))

@@ -72,7 +72,6 @@ REFUSED = [
     ({"max_scale": 2.0}, ValueError, LIMITS + r"min_scale=None, max_scale=2\.0$"),
     ({"hysteresis": 0}, ValueError, r"^GradScaler: hysteresis must be at least 1, got 0$"),
     ({"growth_factor": 1.0}, AssertionError, r"^The growth factor must be > 1\.0\."),
-    ({"process_group": "ranks"}, TypeError, r"^GradScaler: process_group must be None or a torch"),
     ({"device": "gpu"}, RuntimeError, "gpu"),
     ({"device": 1024.0}, TypeError, "device"),
 ]
