@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.optimizer_cases import EACH_CLASS, bits_of, ours
+from harness.ranks import fully_sharded
 from harness.reference import same_bits
 from harness.transports import DelayedTransport
 from torch import nn
 from torch.distributed.checkpoint import state_dict as of_torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_ext
@@ -30,9 +29,8 @@ def _network() -> nn.Sequential:
 
 def _sharded(dtype: torch.dtype) -> Any:
     model = _network().to(dtype)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model[2], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_sharded(model[2])
+    return fully_sharded(model)
 
 
 def _train(
