@@ -87,12 +87,14 @@ def stored_as(configuration: memory.Configuration) -> dict[str, Any]:
     return {name: getattr(configuration, name) for name in names}
 
 
-def calculated(name: str, dtype: torch.dtype, optimizer: str, **how: bool) -> tuple[Any, ...]:
+def calculated(
+    name: str, dtype: torch.dtype, optimizer: str, make: Any = Model, **how: bool
+) -> tuple[Any, ...]:
     """Returns what is calculated, the model, and the class of the optimizer with its options."""
     configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
-    rows = memory.training_memory(Model(), optimizer, **how)
+    rows = memory.training_memory(make(), optimizer, **how)
     (usage,) = [row for row in rows if row.configuration == configuration]
-    model = Model().to(dtype if configuration.dtype == torch.bfloat16 else torch.float32)
+    model = make().to(dtype if configuration.dtype == torch.bfloat16 else torch.float32)
     return usage, model, class_name, options | stored_as(configuration)
 
 
@@ -191,13 +193,9 @@ NAMES_OF_8_BITS = [name for name in BY_NAME if "8bit" in name]
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "amsgrad"])
 @pytest.mark.parametrize("name", NAMES_OF_8_BITS)
 def test_shapes_decide_what_states_in_8_bits_take(name, optimizer, device):
-    configuration, (class_name, options) = BY_NAME[name], OPTIMIZERS[optimizer]
-    model = parameters_with_groups_and_without()
-    rows = memory.training_memory(model, optimizer)
-    (usage,) = [row for row in rows if row.configuration == configuration]
-    model.to(device, configuration.dtype)
-    options = options | stored_as(configuration)
-    assert bytes_after_a_step(model, ours(class_name), **options) == usage.bytes
+    make = parameters_with_groups_and_without
+    usage, model, class_name, options = calculated(name, torch.bfloat16, optimizer, make)
+    assert bytes_after_a_step(model.to(device), ours(class_name), **options) == usage.bytes
 
 
 def test_a_number_of_parameters_is_taken_for_whole_groups():
