@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ScanResult", "sum_of_flags", "to_device"]
-
 #: The error of torch's scaler and ours for a ``step`` without a scan.
 NOTHING_WAS_SCANNED = "No inf checks were recorded for this optimizer."
 #: The error with which torch's scaler refuses ``closure=``.

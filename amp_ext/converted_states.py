@@ -6,15 +6,6 @@ from torch import Tensor
 
 from amp_ext import ops
 
-__all__ = [
-    "dequantize_blockwise",
-    "dequantize_ratios",
-    "join_fp32",
-    "quantize_blockwise",
-    "quantize_ratios",
-    "split_fp32",
-]
-
 
 def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     """Returns the residual that completes a 16-bit parameter to its float32 master.

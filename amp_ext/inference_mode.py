@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["outside_inference_mode"]
-
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:

@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from amp_ext.optim.options import CONFIGURED_OPTIONS
 
-__all__ = ["LoadPlanner"]
-
 _OPTION = re.compile(r"((?:.*\.)?param_groups\..+\.)(\w+)")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from amp_ext.plain_numbers import is_number, plain
 
-__all__ = ["drop_iteration", "handle_nan_loss"]
-
 _LOGGER = logging.getLogger("amp_ext")
 
 

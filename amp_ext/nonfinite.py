@@ -11,8 +11,6 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.params import names_of_params, params_of
 
-__all__ = ["check_for_overflow", "find_nonfinite"]
-
 _LOGGER = logging.getLogger("amp_ext")
 _NAMED_AT_MOST = 5
 

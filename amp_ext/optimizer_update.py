@@ -13,8 +13,6 @@ from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.plain_numbers import timestep_of
 
-__all__ = ["OptimizerType", "OptimizerWorkspace", "optimizer_update_"]
-
 
 class OptimizerType(enum.Enum):
     """The algorithms of :func:`optimizer_update_`: plain SGD, SGD with momentum, or AdamW."""

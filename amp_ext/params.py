@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_params", "name_of_param", "names_of_params", "params_of"]
-
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns the parameters of all groups of an optimizer.

@@ -8,15 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "is_count",
-    "is_number",
-    "numbers_on_host",
-    "plain",
-    "timestep_of",
-    "with_plain_numbers",
-]
-
 
 def plain(value: Any) -> Any:
     """Converts a number of numpy, or a numpy array without dimensions, to a Python number.

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_is_dict", "first_keys", "missing_entry"]
-
 
 def check_is_dict(operation: str, state_dict: Any) -> None:
     """Raises if an object is not a dict.

@@ -13,23 +13,6 @@ from torch import Tensor
 from amp_ext.amp_protocol import to_device
 from amp_ext.params import check_params, params_of
 
-__all__ = [
-    "ShardedOver",
-    "all_reduce_flags",
-    "any_dtensors",
-    "check_guard",
-    "check_process_group",
-    "global_offset",
-    "is_dtensor",
-    "is_flat",
-    "is_flattened",
-    "is_over_rows",
-    "laid_out_as",
-    "local_grad",
-    "local_grads",
-    "local_tensor",
-]
-
 
 def is_dtensor(tensor: Any) -> bool:
     """Returns True for a DTensor. Does not import ``torch.distributed.tensor``."""

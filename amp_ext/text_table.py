@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["format_table"]
-
 
 def format_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Returns a table as text, with aligned columns.

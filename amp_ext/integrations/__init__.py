@@ -11,8 +11,6 @@ import importlib.metadata
 import re
 from typing import Any
 
-__all__ = ["import_client"]
-
 
 def import_client(module: str, *, at_least: str, below: str) -> Any:
     """Imports a module of a library, if the library has a version that is known to work.

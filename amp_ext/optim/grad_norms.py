@@ -10,8 +10,6 @@ from torch import Tensor
 
 from amp_ext.amp_protocol import to_device
 
-__all__ = ["norms_of_grads"]
-
 
 @torch.no_grad()
 def norms_of_grads(

@@ -23,8 +23,6 @@ from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.params import name_of_param, params_of
 from amp_ext.sharding import is_dtensor, is_flattened
 
-__all__ = ["GradientRelease", "release_gradients"]
-
 _WRONG_SCALER = (
     "the gradients of this optimizer are released with another scaler, or without one. Pass this "
     "scaler when you release them."

@@ -19,8 +19,6 @@ from amp_ext.plain_numbers import is_number, numbers_on_host, plain
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 from amp_ext.sharding import check_process_group
 
-__all__ = ["NormGuard", "NormGuardStats"]
-
 # Names of the numbers in the state tensor, in the order of csrc/judge_norm.h. "entered"
 # counts all norms that entered the statistics, "count" those since the last new level, and
 # "outliers_in_row" the outliers since a norm last entered, without those above max_norm.

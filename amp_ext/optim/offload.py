@@ -28,8 +28,6 @@ from amp_ext.params import name_of_param, params_of
 from amp_ext.plain_numbers import is_count
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
-__all__ = ["OffloadedStates", "offload_states"]
-
 #: Bytes of gradients that are copied and stepped together. A larger gradient is a chunk of its own.
 CHUNK_BYTES = 32 << 20
 

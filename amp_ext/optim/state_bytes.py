@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MASTER_BYTES", "bytes_of_moment"]
-
 #: Maps the option ``master_weights`` to the bytes that a master adds to a 16-bit parameter element.
 MASTER_BYTES: dict[Any, int] = {True: 4, "split": 2, "split8": 1, False: 0}
 _BLOCK = 32  # elements of a block, which share an exponent

@@ -11,8 +11,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from amp_ext import ops
 
-__all__ = ["has_step_pre_hooks", "with_step_hooks"]
-
 
 def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step with its hooks around it, and with the profiler if one is running.

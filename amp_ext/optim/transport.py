@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Transport", "available_host_memory"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -30,8 +30,6 @@ from amp_ext.sharding import (
     local_tensor,
 )
 
-__all__ = ["WeightAverage"]
-
 _NO_RESIDUAL = torch.empty(0)
 Lists = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their averages
 

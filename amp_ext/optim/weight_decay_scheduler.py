@@ -13,13 +13,6 @@ from torch.optim import Optimizer
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
 from amp_ext.saved_dicts import check_is_dict, missing_entry
 
-__all__ = [
-    "CosineAnnealingWeightDecay",
-    "LambdaWeightDecay",
-    "StepWeightDecay",
-    "WeightDecayScheduler",
-]
-
 
 class WeightDecayScheduler(ABC):
     """Sets ``group["weight_decay"]`` of an optimizer as a function of the number of steps.

@@ -9,8 +9,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 from amp_ext.scaler.grad_scaler import GradScaler
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(GradScaler, TorchShardedGradScaler):  # type: ignore[misc]
     """Scales the loss of a model whose flat parameters are sharded over ranks.
