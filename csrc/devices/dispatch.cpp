@@ -1,13 +1,15 @@
-// Selects the engine of a device, and runs CPU launches in torch's threads.
+// Selects the engine of a device, and runs launches on the CPU: divides the work into ranges, one
+// per thread of torch, and combines the results.
 #include "devices/dispatch.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <optional>
 
-#include "cpu/launcher.h"
+#include "cpu/engine.h"
 #include "cpu/processor.h"
 #include "devices/torch_version.h"
 #include "element.h"
@@ -35,43 +37,119 @@ bool asks_ahead() {
   return *asks;
 }
 
-void parallel_for(int64_t total, int64_t grain, const std::function<void(int64_t, int64_t)>& run) {
-  at::parallel_for(0, total, grain, run);
+// Cost (see cpu::TileMap) below which work stays in the calling thread: about 0.1 ms. Waking
+// threads may take milliseconds.
+constexpr int64_t kSerialCost = 131072;
+
+// Calls work(begin, end) for ranges of the tiles in parallel, and returns its smallest result.
+template <typename Work>
+int64_t least_in_parallel(const cpu::TileMap& tiles, const Work& work) {
+  std::atomic<int64_t> least{kNoTensor};
+  at::parallel_for(0, tiles.total_cost(), kSerialCost, [&](int64_t begin, int64_t end) {
+    const int64_t index = work(begin, end);
+    int64_t so_far = least.load();
+    while (index < so_far && !least.compare_exchange_weak(so_far, index)) {
+    }
+  });
+  return least.load();
+}
+
+void lower(int64_t* first_nonfinite, int64_t index) {
+  if (first_nonfinite != nullptr && index < *first_nonfinite) *first_nonfinite = index;
 }
 
 class CpuEngine : public DeviceEngine {
  public:
   void step(const at::Device&, const StepLaunch& launch, StepScratch&) const override {
-    launcher().step(launch);
+    const StepDecision decision = StepDecision::read(launch.inputs);
+    if (launch.grad_norm != nullptr) *launch.grad_norm = decision.grad_norm;
+    if (launch.step_applied != nullptr) *launch.step_applied = decision.step_applied();
+    if (!decision.skip) {
+      const cpu::TileMap tiles(launch.all_args, launch.count, asks_ahead());
+      least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+        selected_engine().step(launch, tiles, decision, begin, end);
+        return kNoTensor;
+      });
+      for (int64_t i = 0; i < launch.count; ++i) {
+        float* const step = launch.all_args[i].step;
+        if (step != nullptr) *step = next_counter(*step);
+      }
+    }
     std::fill_n(launch.is_launched, launch.count, true);
   }
+
   void judge_norm(const at::Device&, const GradientInputs& inputs, NormJudgement* judgement,
                   float* skips) const override {
     amp_ext::judge_norm(inputs, *judgement, *skips);
   }
+
   void scan(const at::Device&, const GradScanLaunch& launch, StepScratch&) const override {
-    launcher().scan(launch);
+    const cpu::TileMap tiles(launch.all_args, launch.count, asks_ahead());
+    std::vector<double> sums(launch.sum_of_squares != nullptr ? tiles.number_of_tiles() : 0);
+    double* const sums_or_null = launch.sum_of_squares != nullptr ? sums.data() : nullptr;
+    const int64_t first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      return selected_engine().scan(tiles, sums_or_null, launch.skip_nonfinite, begin, end);
+    });
+    // Add in the order of the tiles, so that the result does not depend on the number of threads.
+    for (const double sum : sums) *launch.sum_of_squares += sum;
+    if (first != kNoTensor || StepDecision::read({launch.grad_scale}).skip) {
+      *launch.found_inf = 1.0f;
+    }
+    lower(launch.first_nonfinite, first);
   }
+
   void multiply(const at::Device&, const std::vector<KernelTensorArgs>& all_args,
                 const MultiplyInputs& inputs, float* found_inf, int64_t* first_nonfinite,
                 bool* is_launched) const override {
-    launcher().multiply(all_args, inputs, found_inf, first_nonfinite);
+    const float factor = inputs.factor();
+    const cpu::TileMap tiles(all_args.data(), all_args.size(), asks_ahead());
+    int64_t first = kNoTensor;
+    if (factor != 1.0f || found_inf != nullptr) {
+      first = least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+        return factor != 1.0f ? selected_engine().multiply(tiles, factor, begin, end)
+                              : selected_engine().scan(tiles, nullptr, false, begin, end);
+      });
+    }
+    if (found_inf != nullptr && (first != kNoTensor || !is_finite(factor))) *found_inf = 1.0f;
+    lower(first_nonfinite, first);
     std::fill_n(is_launched, all_args.size(), true);
   }
+
   void count_nonfinite(const at::Device&, const std::vector<KernelTensorArgs>& all_args,
                        int64_t* counts) const override {
-    launcher().count_nonfinite(all_args, counts);
-  }
-  void average(const at::Device&, const AverageLaunch& launch) const override {
-    launcher().average(launch);
-  }
-  void update_scale(const at::Device&, const ScaleUpdate& update,
-                    const std::vector<OverflowFlag>& flags) const override {
-    cpu::Launcher::update_scale(update, flags);
+    const cpu::TileMap tiles(all_args.data(), all_args.size(), asks_ahead());
+    std::vector<std::atomic<int64_t>> found(all_args.size());
+    least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      selected_engine().count_nonfinite(tiles, found.data(), begin, end);
+      return kNoTensor;
+    });
+    for (size_t i = 0; i < found.size(); ++i) counts[i] += found[i].load();
   }
 
- private:
-  static cpu::Launcher launcher() { return {selected_engine(), parallel_for, asks_ahead()}; }
+  void average(const at::Device&, const AverageLaunch& launch) const override {
+    const AverageStep step = AverageStep::of(*launch.weight, *launch.number);
+    if (!step.is_taken) return;
+    const cpu::TileMap tiles(launch.all_args, launch.count, asks_ahead());
+    least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      selected_engine().average(tiles, step, begin, end);
+      return kNoTensor;
+    });
+  }
+
+  void update_scale(const at::Device&, const ScaleUpdate& update,
+                    const std::vector<OverflowFlag>& flags) const override {
+    bool overflow = false;
+    for (const OverflowFlag& flag : flags) {
+      const bool found = *flag.found_inf != 0.0f;
+      overflow |= found;
+      if (update.counts != nullptr) count_flag(flag, found, *update.counts);
+    }
+    const float scale_before = *update.state.scale;
+    update_loss_scale(update.hyperparameters, overflow, update.state);
+    if (update.counts != nullptr) {
+      count_update(overflow, scale_before, *update.state.scale, *update.counts);
+    }
+  }
 };
 
 }  // namespace
