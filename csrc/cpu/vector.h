@@ -2,22 +2,17 @@
 // (AMP_EXT_ISA, AMP_EXT_VECTOR_BYTES), and functions for what the compiler's operators cannot do.
 //
 // Include it before the functors: vectors have no namespace, so a functor finds only functions that
-// were declared before it. All intrinsics are in this file, for x86-64 and 64-bit Arm. On other
-// processors plain code computes the same bits.
+// were declared before it. All intrinsics are in this file, for AVX2, AVX-512 and 64-bit Arm. On
+// other processors plain code computes the same bits.
 #pragma once
 
 #include "formats/storage.h"
 #include "numeric.h"
 
-#if defined(__x86_64__) && !defined(AMP_EXT_NO_INTRINSICS)
+#if defined(__x86_64__) && AMP_EXT_VECTOR_BYTES > 16
 #define AMP_EXT_VECTOR_X86 AMP_EXT_VECTOR_BYTES
 #else
 #define AMP_EXT_VECTOR_X86 0
-#endif
-#if defined(__AARCH64EL__) && !defined(AMP_EXT_NO_INTRINSICS)
-#define AMP_EXT_VECTOR_ARM AMP_EXT_VECTOR_BYTES
-#else
-#define AMP_EXT_VECTOR_ARM 0
 #endif
 
 namespace amp_ext {
@@ -104,15 +99,9 @@ template <typename V>
 AMP_EXT_INLINE V maximum(V first, V second) {
   return first > second ? first : second;
 }
-#if AMP_EXT_VECTOR_X86 == 64  // gcc uses min and max instructions only for narrower vectors
-AMP_EXT_INLINE Vector<float> minimum(Vector<float> first, Vector<float> second) {
-  return _mm512_maskz_min_ps(0xffff, first, second);
-}
+#if AMP_EXT_VECTOR_X86 == 64  // gcc uses max instructions only for narrower vectors
 AMP_EXT_INLINE Vector<float> maximum(Vector<float> first, Vector<float> second) {
   return _mm512_maskz_max_ps(0xffff, first, second);
-}
-AMP_EXT_INLINE Vector<double> minimum(Vector<double> first, Vector<double> second) {
-  return _mm512_maskz_min_pd(0xff, first, second);
 }
 AMP_EXT_INLINE Vector<double> maximum(Vector<double> first, Vector<double> second) {
   return _mm512_maskz_max_pd(0xff, first, second);
@@ -219,9 +208,7 @@ AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
                              value);
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_sqrt_ps(value);
-#elif AMP_EXT_VECTOR_X86 == 16
-  return _mm_sqrt_ps(value);
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   return (Vector<float>)vsqrtq_f32((float32x4_t)value);
 #else
   for (int i = 0; i < kLanes<float>; ++i) value[i] = std::sqrt(value[i]);
@@ -234,9 +221,7 @@ AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
   return _mm512_mask_sqrt_pd(value, 0xff, value);
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_sqrt_pd(value);
-#elif AMP_EXT_VECTOR_X86 == 16
-  return _mm_sqrt_pd(value);
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   return (Vector<double>)vsqrtq_f64((float64x2_t)value);
 #else
   for (int i = 0; i < kLanes<double>; ++i) value[i] = std::sqrt(value[i]);
@@ -268,10 +253,6 @@ AMP_EXT_INLINE void store_low_bits(uint16_t* to, Vector<uint32_t> value) {
 #elif AMP_EXT_VECTOR_X86 == 32
   const auto low = (__m256i)(value & 0xffffu);
   store_bits(to, _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
-#elif AMP_EXT_VECTOR_X86 == 16
-  // Sign-extend, because _mm_packs_epi32 saturates signed values.
-  const __m128i low = _mm_srai_epi32((__m128i)(value << 16), 16);
-  _mm_storel_epi64(reinterpret_cast<__m128i_u*>(to), _mm_packs_epi32(low, low));
 #else
   store_bits(to, __builtin_convertvector(value, Converted<uint16_t, uint32_t>));
 #endif
@@ -284,11 +265,7 @@ AMP_EXT_INLINE void store_low_bits(uint8_t* to, Vector<uint32_t> value) {
   const __m128i words =
       _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i_u*>(to), _mm_packus_epi16(words, words));
-#elif AMP_EXT_VECTOR_X86 == 16
-  const auto low = (__m128i)(value & 0xffu);
-  const __m128i words = _mm_packs_epi32(low, low);
-  store_bits(to, _mm_cvtsi128_si32(_mm_packus_epi16(words, words)));
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   const uint16x4_t words = vmovn_u32((uint32x4_t)value);
   store_bits(to, vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(words, words))), 0));
 #else
@@ -338,16 +315,6 @@ AMP_EXT_INLINE void store_packed(uint8_t* to, __m256i bytes) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   store_bits(to, _mm256_permutevar8x32_epi32(bytes, order));
 }
-#elif AMP_EXT_VECTOR_X86 == 16
-AMP_EXT_INLINE __m128i packed_signs(const FourVectors& v) {
-  return _mm_packs_epi16(_mm_packs_epi32((__m128i)v[0], (__m128i)v[1]),
-                         _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]));
-}
-AMP_EXT_INLINE __m128i packed_bytes(const FourVectors& v) {
-  return _mm_packus_epi16(_mm_packs_epi32((__m128i)v[0], (__m128i)v[1]),
-                          _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]));
-}
-AMP_EXT_INLINE void store_packed(uint8_t* to, __m128i bytes) { store_bits(to, bytes); }
 #endif
 
 // Stores the low 8 bits of each lane of four vectors. The other bits must be 0.
@@ -380,11 +347,7 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint8_t* from) {
 #elif AMP_EXT_VECTOR_X86 == 32
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
   return (Vector<uint32_t>)_mm256_cvtepu8_epi32(bytes);
-#elif AMP_EXT_VECTOR_X86 == 16
-  const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(from));
-  const __m128i words = _mm_unpacklo_epi8(bytes, _mm_setzero_si128());
-  return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(load_bits<uint32_t>(from)));
   return (Vector<uint32_t>)vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
 #else
@@ -396,10 +359,7 @@ AMP_EXT_INLINE Vector<uint32_t> load_wide(const uint16_t* from) {
   return (Vector<uint32_t>)_mm512_maskz_cvtepu16_epi32(0xffff, load_bits<__m256i>(from));
 #elif AMP_EXT_VECTOR_X86 == 32
   return (Vector<uint32_t>)_mm256_cvtepu16_epi32(load_bits<__m128i>(from));
-#elif AMP_EXT_VECTOR_X86 == 16
-  const __m128i words = _mm_loadl_epi64(reinterpret_cast<const __m128i_u*>(from));
-  return (Vector<uint32_t>)_mm_unpacklo_epi16(words, _mm_setzero_si128());
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   return (Vector<uint32_t>)vmovl_u16(vld1_u16(from));
 #else
   return __builtin_convertvector(load_bits<Converted<uint16_t, uint32_t>>(from), Vector<uint32_t>);
@@ -450,7 +410,7 @@ AMP_EXT_INLINE V load(const Half* from) {
   return _mm512_maskz_cvtph_ps(0xffff, load_bits<__m256i>(from));
 #elif AMP_EXT_VECTOR_X86 == 32
   return _mm256_cvtph_ps(load_bits<__m128i>(from));
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
   using Bits = Vector<uint32_t>;  // the algorithm of to_float in storage.h
@@ -494,7 +454,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
   store_bits(to, _mm512_maskz_cvtps_ph(0xffff, value, _MM_FROUND_TO_NEAREST_INT));
 #elif AMP_EXT_VECTOR_X86 == 32
   store_bits(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
 #else
   using Bits = Vector<uint32_t>;  // the algorithm of from_float in storage.h
@@ -532,11 +492,8 @@ AMP_EXT_INLINE void store_upper_bits(uint16_t* to, Vector<uint32_t> first,
 #elif AMP_EXT_VECTOR_X86 == 32
   const __m256i packed = _mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
   store_bits(to, _mm256_permute4x64_epi64(packed, 0xd8));
-#elif AMP_EXT_VECTOR_ARM == 16
+#elif defined(__AARCH64EL__)
   vst1q_u16(to, vuzp2q_u16((uint16x8_t)first, (uint16x8_t)second));
-#elif AMP_EXT_VECTOR_X86 == 16
-  store_bits(
-      to, _mm_packs_epi32(_mm_srai_epi32((__m128i)first, 16), _mm_srai_epi32((__m128i)second, 16)));
 #else
   store_low_bits(to, first >> 16);
   store_low_bits(to + kLanes<uint32_t>, second >> 16);
@@ -557,12 +514,6 @@ struct NanSeen {
     lanes = _mm256_or_ps(lanes, _mm256_cmp_ps(first, second, _CMP_UNORD_Q));
   }
   AMP_EXT_INLINE bool yes() const { return _mm256_movemask_ps(lanes) != 0; }
-#elif AMP_EXT_VECTOR_X86 == 16
-  __m128 lanes = {};
-  AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
-    lanes = _mm_or_ps(lanes, _mm_cmpunord_ps(first, second));
-  }
-  AMP_EXT_INLINE bool yes() const { return _mm_movemask_ps(lanes) != 0; }
 #else
   Vector<int32_t> lanes = {};
   AMP_EXT_INLINE void add(Vector<float> first, Vector<float> second) {
@@ -593,13 +544,10 @@ AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BF
     store_unless_nan(to + i, value, upper_bits(value, i));
   }
 }
-struct RoundedToUpperBits {
-  AMP_EXT_INLINE Vector<uint32_t> operator()(Vector<float> value, int64_t /*index*/) const {
-    return rounded_to_upper_bits(value);
-  }
-};
 AMP_EXT_INLINE void round_all(const float* from, int64_t count, BFloat16* to) {
-  round_all_to_upper_bits(from, count, to, RoundedToUpperBits());
+  const auto rounded = [](Vector<float> value, int64_t /*index*/)
+                           __attribute__((always_inline)) { return rounded_to_upper_bits(value); };
+  round_all_to_upper_bits(from, count, to, rounded);
 }
 
 }  // namespace AMP_EXT_ISA
