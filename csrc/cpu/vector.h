@@ -103,9 +103,6 @@ AMP_EXT_INLINE V maximum(V first, V second) {
 AMP_EXT_INLINE Vector<float> maximum(Vector<float> first, Vector<float> second) {
   return _mm512_maskz_max_ps(0xffff, first, second);
 }
-AMP_EXT_INLINE Vector<double> maximum(Vector<double> first, Vector<double> second) {
-  return _mm512_maskz_max_pd(0xff, first, second);
-}
 #endif
 
 // Vector versions of the functions in storage.h and numeric.h.
@@ -201,32 +198,14 @@ AMP_EXT_INLINE Vector<int32_t> largest_lanes(const Vector<int32_t> (&values)[kLa
 #endif
 }
 
+// Compilers make one instruction of each loop.
 AMP_EXT_INLINE Vector<float> square_root(Vector<float> value) {
-#if AMP_EXT_VECTOR_X86 == 64
-  return _mm512_mask_sqrt_ps(value, 0xffff,
-                             // Without a mask, gcc warns about its own header.
-                             value);
-#elif AMP_EXT_VECTOR_X86 == 32
-  return _mm256_sqrt_ps(value);
-#elif defined(__AARCH64EL__)
-  return (Vector<float>)vsqrtq_f32((float32x4_t)value);
-#else
   for (int i = 0; i < kLanes<float>; ++i) value[i] = std::sqrt(value[i]);
   return value;
-#endif
 }
-
 AMP_EXT_INLINE Vector<double> square_root(Vector<double> value) {
-#if AMP_EXT_VECTOR_X86 == 64
-  return _mm512_mask_sqrt_pd(value, 0xff, value);
-#elif AMP_EXT_VECTOR_X86 == 32
-  return _mm256_sqrt_pd(value);
-#elif defined(__AARCH64EL__)
-  return (Vector<double>)vsqrtq_f64((float64x2_t)value);
-#else
   for (int i = 0; i < kLanes<double>; ++i) value[i] = std::sqrt(value[i]);
   return value;
-#endif
 }
 
 // Vector versions of the scalar functions in storage.h.
@@ -413,18 +392,9 @@ AMP_EXT_INLINE V load(const Half* from) {
 #elif defined(__AARCH64EL__)
   return (V)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
 #else
-  using Bits = Vector<uint32_t>;  // the algorithm of to_float in storage.h
-  const Bits bits = load_wide(&from->bits);
-  const Bits sign = (bits & 0x8000u) << 16;
-  const Bits exponent = bits & 0x7c00u;
-  const Bits mantissa = bits & 0x03ffu;
-  const auto is_special = exponent == 0x7c00u;
-  const Bits rebias = ((127u - 15u) << 23) + ((Bits)is_special & ((128u - 16u) << 23));
-  const Bits quiet = (Bits)(is_special & (mantissa != 0u)) & 0x00400000u;
-  const Bits normal = (((exponent | mantissa) << 13) + rebias) | quiet;
-  const auto number = __builtin_convertvector(bit_cast<Vector<int32_t>>(mantissa), V);
-  const auto subnormal = bit_cast<Bits>(number * 0x1p-24f);
-  return bit_cast<V>(sign | select(exponent == 0u, subnormal, normal));
+  V numbers = {};
+  for (int i = 0; i < kLanes<float>; ++i) numbers[i] = to_float(from[i]);
+  return numbers;
 #endif
 }
 
@@ -457,20 +427,7 @@ AMP_EXT_INLINE void store(Half* to, Vector<float> value) {
 #elif defined(__AARCH64EL__)
   vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
 #else
-  using Bits = Vector<uint32_t>;  // the algorithm of from_float in storage.h
-  const Bits sign = (bit_cast<Bits>(value) >> 16) & 0x8000u;
-  const Bits magnitude = bit_cast<Bits>(value) & 0x7fffffffu;
-  const Bits rounded = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-  const Bits normal = rounded - ((127u - 15u) << 10);
-  const Bits subnormal =
-      bit_cast<Bits>(bit_cast<Vector<float>>(magnitude) + 0.5f) - bits_of(Vector<float>{} + 0.5f);
-  const Bits nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
-  // Compare signed integers, which every instruction set can.
-  const auto size = bit_cast<Vector<int32_t>>(magnitude);
-  Bits result = select(size < 0x38800000, subnormal, normal);
-  result = select(size >= 0x477ff000, Bits{} + 0x7c00u, result);
-  result = select(size > 0x7f800000, nan, result);
-  store_low_bits(&to->bits, sign | result);
+  for (int i = 0; i < kLanes<float>; ++i) from_float(value[i], to[i]);
 #endif
 }
 
@@ -545,7 +502,7 @@ AMP_EXT_INLINE void round_all_to_upper_bits(const float* from, int64_t count, BF
   }
 }
 AMP_EXT_INLINE void round_all(const float* from, int64_t count, BFloat16* to) {
-  const auto rounded = [](Vector<float> value, int64_t /*index*/)
+  const auto rounded = [&](Vector<float> value, int64_t /*index*/)
                            __attribute__((always_inline)) { return rounded_to_upper_bits(value); };
   round_all_to_upper_bits(from, count, to, rounded);
 }
