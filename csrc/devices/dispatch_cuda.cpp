@@ -3,13 +3,13 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cstdlib>
 #include <string>
 
 #if !defined(AMP_EXT_CUDA_EMULATOR)
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -21,10 +21,6 @@ namespace amp_ext {
 namespace {
 
 #if defined(AMP_EXT_CUDA_EMULATOR)
-
-struct DeviceGuard {
-  explicit DeviceGuard(const at::Device&) {}
-};
 
 cudaStream_t current_stream(const at::Device&) { return nullptr; }
 
@@ -38,8 +34,6 @@ void check_launch(int error) {
 
 #else
 
-using DeviceGuard = c10::cuda::CUDAGuard;
-
 cudaStream_t current_stream(const at::Device& device) {
   return c10::cuda::getCurrentCUDAStream(device.index());
 }
@@ -51,7 +45,7 @@ void check_launch(int error) { C10_CUDA_CHECK(static_cast<cudaError_t>(error)); 
 // Calls launch(stream) on the device and checks the error code that it returns.
 template <typename Launch>
 void on_stream(const at::Device& device, const Launch& launch) {
-  const DeviceGuard guard(device);
+  const c10::DeviceGuard guard(device);
   check_launch(launch(current_stream(device)));
 }
 

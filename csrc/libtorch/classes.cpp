@@ -8,7 +8,6 @@
 
 #include "tensors/autocast_cache.h"
 #include "tensors/tensor_memory.h"
-#include "tensors/to_device.h"
 
 namespace amp_ext {
 

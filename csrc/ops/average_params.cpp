@@ -9,7 +9,7 @@
 
 #include "devices/dispatch.h"
 #include "launches.h"
-#include "tensors/tensor_memory.h"
+#include "ops/scalars.h"
 
 namespace amp_ext {
 
@@ -18,9 +18,7 @@ void average_params_(const TensorList& averages, const TensorList& params, const
                      const std::optional<std::vector<int64_t>>& global_offsets) {
   const char* const operation = "average_params_";
   const at::NoGradGuard no_grad;
-  check_is_plain(operation, "weight", weight);
-  const at::Device device = weight.device();
-  check_device(operation, "weight", device);
+  const at::Device device = device_of(operation, "weight", weight);
   check_number(operation, "weight", weight, at::kDouble, device);
   check_number(operation, "number", number, at::kDouble, device);
   check_length(operation, "averages", averages, params);

@@ -38,11 +38,13 @@ void GradScan::run(const OptionalTensor& found_inf, const OptionalTensor& grad_s
   for (Part& part : parts_) {
     const at::Tensor scale =
         grad_scale.has_value() ? scalar_on(part.device, *grad_scale) : at::Tensor();
-    int64_t* const first_nonfinite =
-        part.first_nonfinite.defined() ? part.first_nonfinite.mutable_data_ptr<int64_t>() : nullptr;
-    const GradScanLaunch launch{part.all_args.data(), static_cast<int64_t>(part.all_args.size()),
-                                float_data(scale),    part.found_inf.mutable_data_ptr<float>(),
-                                first_nonfinite,      double_data(part.sum_of_squares),
+    const at::Tensor &first = part.first_nonfinite, &sum = part.sum_of_squares;
+    const GradScanLaunch launch{part.all_args.data(),
+                                static_cast<int64_t>(part.all_args.size()),
+                                float_data(scale),
+                                part.found_inf.mutable_data_ptr<float>(),
+                                first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr,
+                                sum.defined() ? sum.mutable_data_ptr<double>() : nullptr,
                                 skip_nonfinite};
     engine_of(part.device).scan(part.device, launch, scratch);
   }

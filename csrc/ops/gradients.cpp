@@ -11,14 +11,14 @@
 
 #include "devices/dispatch.h"
 #include "launches.h"
-#include "tensors/tensor_memory.h"
+#include "ops/scalars.h"
 
 namespace amp_ext {
 
 namespace {
 
 void check_gradients(const char* operation, const char* list, const TensorList& grads,
-                     const at::Device& device) {
+                     const at::Device& device, bool are_written = false) {
   for (size_t i = 0; i < grads.size(); ++i) {
     const std::string name = c10::str(list, "[", i, "]");
     check_is_plain(operation, name, grads[i]);
@@ -26,6 +26,7 @@ void check_gradients(const char* operation, const char* list, const TensorList& 
                 " must be Float, Double, Half or BFloat16, got ", grads[i].scalar_type());
     TORCH_CHECK(grads[i].device() == device, operation, ": ", name, " must be on ", device,
                 ", got ", grads[i].device());
+    if (are_written) check_can_be_written(operation, name, grads[i]);
   }
 }
 
@@ -42,22 +43,6 @@ struct DenseReads {
     }
   }
 };
-
-// Returns the address of the element of `number` (first_nonfinite), or null if it is not given.
-int64_t* number_data(const char* operation, const std::string& name, const OptionalTensor& number,
-                     const at::Device& device) {
-  if (!number.has_value()) return nullptr;
-  check_number(operation, name, *number, at::kLong, device);
-  return number->mutable_data_ptr<int64_t>();
-}
-
-// Throws unless all gradients can be multiplied in place.
-void check_multiplied(const char* operation, const TensorList& grads, const at::Device& device) {
-  check_gradients(operation, "grads", grads, device);
-  for (size_t i = 0; i < grads.size(); ++i) {
-    check_can_be_written(operation, c10::str("grads[", i, "]"), grads[i]);
-  }
-}
 
 // Multiplies checked gradients in place; gradients with gaps in memory go through dense copies. If
 // a launch fails, gradients of earlier launches stay multiplied, and the error gives their number.
@@ -107,31 +92,25 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
                    const OptionalTensor& grad_scale, const OptionalTensor& sum_of_squares,
                    const OptionalTensor& first_nonfinite) {
   const char* const operation = "check_finite_";
-  check_is_plain(operation, "found_inf", found_inf);
-  const at::Device device = found_inf.device();
-  check_device(operation, "found_inf", device);
+  const at::Device device = device_of(operation, "found_inf", found_inf);
   check_number(operation, "found_inf", found_inf, at::kFloat, device);
-  if (grad_scale.has_value()) {
-    check_number(operation, "grad_scale", *grad_scale, at::kFloat, device);
-  }
-  double* sum = nullptr;
-  if (sum_of_squares.has_value()) {
-    check_number(operation, "sum_of_squares", *sum_of_squares, at::kDouble, device);
-    sum = sum_of_squares->mutable_data_ptr<double>();
-  }
-  int64_t* const first = number_data(operation, "first_nonfinite", first_nonfinite, device);
+  const float* const scale =
+      number_data<float>(operation, "grad_scale", grad_scale, at::kFloat, device);
+  double* const sum =
+      number_data<double>(operation, "sum_of_squares", sum_of_squares, at::kDouble, device);
+  int64_t* const first =
+      number_data<int64_t>(operation, "first_nonfinite", first_nonfinite, at::kLong, device);
   check_gradients(operation, "tensors", tensors, device);
   const DenseReads reads(tensors);
   if (sum != nullptr) sum_of_squares->zero_();
   StepScratch scratch;
-  const GradScanLaunch launch{
-      reads.all_args.data(),
-      static_cast<int64_t>(reads.all_args.size()),
-      grad_scale.has_value() ? grad_scale->const_data_ptr<float>() : nullptr,
-      found_inf.mutable_data_ptr<float>(),
-      first,
-      sum,
-      /*skip_nonfinite=*/false};
+  const GradScanLaunch launch{reads.all_args.data(),
+                              static_cast<int64_t>(reads.all_args.size()),
+                              scale,
+                              found_inf.mutable_data_ptr<float>(),
+                              first,
+                              sum,
+                              /*skip_nonfinite=*/false};
   engine_of(device).scan(device, launch, scratch);
 }
 
@@ -139,9 +118,7 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   const char* const operation = "count_nonfinite";
   const auto count = static_cast<int64_t>(tensors.size());
   if (count == 0) return at::zeros({0}, at::TensorOptions().dtype(at::kLong));
-  check_is_plain(operation, "tensors[0]", tensors[0]);
-  const at::Device device = tensors[0].device();
-  check_device(operation, "tensors[0]", device);
+  const at::Device device = device_of(operation, "tensors[0]", tensors[0]);
   check_gradients(operation, "tensors", tensors, device);
   const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
   engine_of(device).count_nonfinite(device, DenseReads(tensors).all_args,
@@ -161,26 +138,22 @@ at::Tensor count_division_errors(const at::Device& device, int64_t stride) {
 void unscale_(const TensorList& grads, const at::Tensor& inv_scale, const at::Tensor& found_inf,
               const OptionalTensor& first_nonfinite) {
   const char* const operation = "unscale_";
-  check_is_plain(operation, "found_inf", found_inf);
-  const at::Device device = found_inf.device();
-  check_device(operation, "found_inf", device);
+  const at::Device device = device_of(operation, "found_inf", found_inf);
   check_number(operation, "found_inf", found_inf, at::kFloat, device);
   check_number(operation, "inv_scale", inv_scale, at::kFloat, device);
-  check_multiplied(operation, grads, device);
+  check_gradients(operation, "grads", grads, device, /*are_written=*/true);
   MultiplyInputs inputs;
   inputs.inv_scale = inv_scale.const_data_ptr<float>();
   multiply(operation, grads, device, inputs, found_inf.mutable_data_ptr<float>(),
-           number_data(operation, "first_nonfinite", first_nonfinite, device));
+           number_data<int64_t>(operation, "first_nonfinite", first_nonfinite, at::kLong, device));
 }
 
 void clip_grads_(const TensorList& grads, const at::Tensor& total_norm, double max_norm) {
   const char* const operation = "clip_grads_";
-  check_is_plain(operation, "total_norm", total_norm);
-  const at::Device device = total_norm.device();
-  check_device(operation, "total_norm", device);
+  const at::Device device = device_of(operation, "total_norm", total_norm);
   const bool is_wide = total_norm.scalar_type() == at::kDouble;
   check_number(operation, "total_norm", total_norm, is_wide ? at::kDouble : at::kFloat, device);
-  check_multiplied(operation, grads, device);
+  check_gradients(operation, "grads", grads, device, /*are_written=*/true);
   TensorList narrow, wide;
   for (const at::Tensor& grad : grads) {
     (is_wide && grad.scalar_type() == at::kDouble ? wide : narrow).push_back(grad);

@@ -7,8 +7,8 @@
 
 #include <string>
 
+#include "devices/dispatch.h"
 #include "tensors/tensor_memory.h"
-#include "tensors/to_device.h"
 
 namespace amp_ext {
 
@@ -33,8 +33,22 @@ inline const float* float_data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
-inline double* double_data(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.mutable_data_ptr<double>() : nullptr;
+// Returns the device of a tensor. Throws unless kernels can use the tensor there.
+inline at::Device device_of(const std::string& operation, const std::string& name,
+                            const at::Tensor& tensor) {
+  check_is_plain(operation, name, tensor);
+  check_device(operation, name, tensor.device());
+  return tensor.device();
+}
+
+// Returns the address of the one element of a number, or null if it is not given. Throws unless it
+// has this dtype and is on this device.
+template <typename T>
+T* number_data(const std::string& operation, const std::string& name, const OptionalTensor& number,
+               at::ScalarType dtype, const at::Device& device) {
+  if (!number.has_value()) return nullptr;
+  check_number(operation, name, *number, dtype, device);
+  return number->mutable_data_ptr<T>();
 }
 
 }  // namespace amp_ext

@@ -4,27 +4,23 @@
 #include <amp_ext/ops.h>
 
 #include "devices/dispatch.h"
-#include "tensors/tensor_memory.h"
+#include "ops/scalars.h"
 
 namespace amp_ext {
 
-void update_scale(const ScaleState& state, const LossScaleHyperparameters& hyperparameters,
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                  const OptionalTensor& hysteresis_tracker,
+                  const LossScaleHyperparameters& hyperparameters,
                   const std::vector<ReportedFlag>& flags, const OptionalTensor& counts) {
   const char* const operation = "update_scale_";
-  const auto& [scale, growth_tracker, hysteresis_tracker] = state;
-  check_is_plain(operation, "scale", scale);
-  const at::Device device = scale.device();
-  check_device(operation, "scale", device);
+  const at::Device device = device_of(operation, "scale", scale);
   check_number(operation, "scale", scale, at::kFloat, device);
   check_number(operation, "growth_tracker", growth_tracker, at::kInt, device);
   TORCH_CHECK(hysteresis_tracker.has_value() || hyperparameters.hysteresis == 1, operation,
               ": hysteresis_tracker must be given with a hysteresis of ",
               hyperparameters.hysteresis, ", got None");
-  int32_t* hysteresis = nullptr;
-  if (hysteresis_tracker.has_value()) {
-    check_number(operation, "hysteresis_tracker", *hysteresis_tracker, at::kInt, device);
-    hysteresis = hysteresis_tracker->mutable_data_ptr<int32_t>();
-  }
+  auto* const hysteresis =
+      number_data<int32_t>(operation, "hysteresis_tracker", hysteresis_tracker, at::kInt, device);
   std::vector<OverflowFlag> on_engine;
   for (size_t i = 0; i < flags.size(); ++i) {
     const auto& [found_inf, first, key, counts_tensors] = flags[i];
@@ -51,7 +47,7 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const OptionalTensor& hysteresis_tracker) {
   std::vector<ReportedFlag> flags;
   for (const at::Tensor& found_inf : found_infs) flags.push_back({found_inf, {}});
-  update_scale({scale, growth_tracker, hysteresis_tracker}, hyperparameters, flags);
+  update_scale(scale, growth_tracker, hysteresis_tracker, hyperparameters, flags);
 }
 
 }  // namespace amp_ext

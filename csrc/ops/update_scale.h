@@ -13,12 +13,6 @@
 
 namespace amp_ext {
 
-// The tensors that an update of the scale writes.
-struct ScaleState {
-  at::Tensor scale, growth_tracker;   // [] float32 and [] int32
-  OptionalTensor hysteresis_tracker;  // [] int32, or nullopt with a hysteresis of 1
-};
-
 // The result of one scan of gradients, as an update reads it. The update resets first_nonfinite.
 struct ReportedFlag {
   at::Tensor found_inf;        // [] float32, not 0 after an overflow
@@ -27,9 +21,10 @@ struct ReportedFlag {
   bool counts_tensors = false;  // see OverflowFlag
 };
 
-// Updates the scale, which backs off if a flag is set and otherwise may grow. `counts` is a float64
-// tensor with the entries of ScaleCounts.
-AMP_EXT_API void update_scale(const ScaleState& state,
+// Updates the scale, which backs off if a flag is set and otherwise may grow; see update_scale_().
+// `counts` is a float64 tensor with the entries of ScaleCounts.
+AMP_EXT_API void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
+                              const OptionalTensor& hysteresis_tracker,
                               const LossScaleHyperparameters& hyperparameters,
                               const std::vector<ReportedFlag>& flags,
                               const OptionalTensor& counts = {});

@@ -5,11 +5,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -48,42 +48,28 @@ void define_field(Fields<Options>& fields, const char* name, Value Struct::* mem
                       [member](Options& self, Value value) { self.*member = std::move(value); });
 }
 
-// Returns the field with this name, or null.
-template <typename Options>
-const Field<Options>* find_field(const Fields<Options>& fields, py::handle name) {
-  for (const Field<Options>& field : fields) {
-    if (field.name == name.ptr() || PyUnicode_Compare(field.name, name.ptr()) == 0) return &field;
-  }
-  return nullptr;
-}
-
 template <typename Options>
 void set_fields(const Fields<Options>& fields, Options& options, const py::kwargs& values) {
   for (const auto& [name, value] : values) {
-    const Field<Options>* const field = find_field(fields, name);
-    if (field == nullptr)
+    PyObject* const wanted = name.ptr();
+    const auto field = std::find_if(fields.begin(), fields.end(), [&](const auto& each) {
+      return each.name == wanted || PyUnicode_Compare(each.name, wanted) == 0;
+    });
+    if (field == fields.end())
       throw py::attribute_error(py::str("there is no option {!r}").format(name));
     field->set(options, value);
   }
 }
 
-// Returns the name of a hyperparameter that is NaN and would make parameters NaN, or null.
-template <typename Hyperparameters>
-const char* nan_in(const Hyperparameters& hyperparameters) {
-  const char* found = std::isnan(hyperparameters.lr) ? "lr" : nullptr;
-  Hyperparameters::for_each_field([&](const char* name, auto member) {
-    if constexpr (std::is_floating_point_v<std::decay_t<decltype(hyperparameters.*member)>>) {
-      if (found == nullptr && std::isnan(hyperparameters.*member)) found = name;
-    }
-  });
-  return found;
-}
-
-// Throws if a hyperparameter is NaN, or if clip_value is NaN or negative.
+// Throws if a hyperparameter is NaN, which would make parameters NaN, or if clip_value is negative.
 template <typename Hyperparameters>
 void check_numbers(const std::string& operation, const Group<Hyperparameters>& options) {
-  const char* const name = nan_in(static_cast<const Hyperparameters&>(options));
-  TORCH_CHECK(name == nullptr, operation, ": ", name, " must be a number, got nan");
+  const auto check = [&](const char* name, double number) {
+    TORCH_CHECK(!std::isnan(number), operation, ": ", name, " must be a number, got nan");
+  };
+  check("lr", options.lr);
+  Hyperparameters::for_each_field(
+      [&](const char* name, auto member) { check(name, static_cast<double>(options.*member)); });
   TORCH_CHECK(options.clip_value >= 0.0, operation, ": clip_value must be at least 0, got ",
               options.clip_value);
 }

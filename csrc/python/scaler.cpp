@@ -16,7 +16,7 @@
 #include "ops/update_scale.h"
 #include "python/module.h"
 #include "python/options_by_name.h"
-#include "tensors/to_device.h"
+#include "tensors/tensor_memory.h"
 
 namespace amp_ext::python {
 
@@ -76,29 +76,6 @@ py::object scan_grads(const TensorList& params, const std::vector<py::object>& g
 // A first_nonfinite or None, the key of the optimizer, and whether its flag counts tensors.
 using Scanned = std::tuple<OptionalTensor, int64_t, bool>;
 
-// Updates the scale, and copies the counts to host memory without a wait. Returns the number of
-// skips in a row up to the last update whose counts have arrived there.
-int64_t update_scale_and_count(const ScaleState& state, const LossScaleHyperparameters& rules,
-                               const TensorList& found_infs, const std::vector<Scanned>& scanned,
-                               const at::Tensor& counts, const at::Tensor& seen) {
-  const at::Device device = state.scale.device();
-  std::vector<ReportedFlag> flags;
-  TensorList elsewhere;
-  for (size_t i = 0; i < found_infs.size(); ++i) {
-    const auto& [first, key, counts_tensors] = scanned.at(i);
-    flags.push_back({to_device(found_infs[i], device), {}, static_cast<double>(key)});
-    flags.back().counts_tensors = counts_tensors;
-    if (!first.has_value()) continue;
-    flags.back().first_nonfinite = to_device(*first, device);
-    if (first->device() != device) elsewhere.push_back(*first);
-  }
-  update_scale(state, rules, flags, counts);
-  for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // the update reset a copy
-  if (!seen.is_same(counts)) seen.copy_(counts, /*non_blocking=*/true);
-  const auto* const arrived = static_cast<const volatile ScaleCounts*>(seen.const_data_ptr());
-  return static_cast<int64_t>(arrived->consecutive_skips);
-}
-
 }  // namespace
 
 void define_scaler(py::module_& module) {
@@ -111,6 +88,8 @@ void define_scaler(py::module_& module) {
   define_field(fields, "max_scale", &Rules::max_scale);
   define_field(fields, "hysteresis", &Rules::hysteresis);
   define_field(fields, "dynamic", &Rules::dynamic);
+  // With `counts`, also copies them to `seen` in host memory, without a wait. Returns the number of
+  // skips in a row up to the last update whose counts have arrived there.
   module.def(
       "update_scale_",
       [fields](const at::Tensor& scale, const at::Tensor& growth_tracker,
@@ -124,8 +103,23 @@ void define_scaler(py::module_& module) {
           update_scale_(scale, growth_tracker, found_infs, rules, hysteresis_tracker);
           return 0;
         }
-        return update_scale_and_count({scale, growth_tracker, hysteresis_tracker}, rules,
-                                      found_infs, scanned, *counts, seen.value_or(*counts));
+        const at::Device device = scale.device();
+        std::vector<ReportedFlag> flags;
+        TensorList elsewhere;
+        for (size_t i = 0; i < found_infs.size(); ++i) {
+          const auto& [first, key, counts_tensors] = scanned.at(i);
+          flags.push_back({to_device(found_infs[i], device), {}, static_cast<double>(key)});
+          flags.back().counts_tensors = counts_tensors;
+          if (!first.has_value()) continue;
+          flags.back().first_nonfinite = to_device(*first, device);
+          if (first->device() != device) elsewhere.push_back(*first);
+        }
+        update_scale(scale, growth_tracker, hysteresis_tracker, rules, flags, counts);
+        for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // it reset a copy
+        const at::Tensor& arrived = seen.value_or(*counts);
+        if (!arrived.is_same(*counts)) arrived.copy_(*counts, /*non_blocking=*/true);
+        return static_cast<int64_t>(
+            static_cast<const volatile ScaleCounts*>(arrived.const_data_ptr())->consecutive_skips);
       },
       py::arg("scale"), py::arg("growth_tracker"), py::arg("found_infs"),
       py::arg("hysteresis_tracker"), py::arg("scanned") = std::vector<Scanned>(),

@@ -1,6 +1,7 @@
 // Checks the dtypes and layouts of tensors.
 #include "tensors/tensor_memory.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 
 namespace amp_ext {
@@ -23,16 +24,9 @@ std::optional<DType> dtype_of(at::ScalarType dtype) {
 std::optional<DType> dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
 
 bool is_sparse(const at::Tensor& tensor) {
-  switch (tensor.layout()) {
-    case at::kSparse:
-    case at::kSparseCsr:
-    case at::kSparseCsc:
-    case at::kSparseBsr:
-    case at::kSparseBsc:
-      return true;
-    default:
-      return false;
-  }
+  const at::Layout layout = tensor.layout();
+  return layout == at::kSparse || layout == at::kSparseCsr || layout == at::kSparseCsc ||
+         layout == at::kSparseBsr || layout == at::kSparseBsc;
 }
 
 std::string layout_and_device_of(const at::Tensor& tensor) {
@@ -57,17 +51,13 @@ void check_can_be_written(const std::string& operation, const std::string& name,
 }
 
 bool has_all_elements(const at::Tensor& tensor) {
-  const int64_t numel = tensor.numel();
-  if (numel == 0) return true;
-  int64_t last = numel - 1;
-  if (!tensor.is_contiguous()) {
-    last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    }
-  }
-  const auto elements = static_cast<uint64_t>(tensor.storage_offset() + last + 1);
-  return elements * tensor.element_size() <= tensor.storage().nbytes();
+  if (tensor.numel() == 0) return true;
+  const size_t size = tensor.element_size(), offset = tensor.storage_offset();
+  const size_t needed =
+      tensor.is_contiguous()
+          ? (offset + tensor.numel()) * size
+          : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size, offset);
+  return needed <= tensor.storage().nbytes();
 }
 
 void check_number(const std::string& operation, const std::string& name, const at::Tensor& tensor,

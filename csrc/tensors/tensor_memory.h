@@ -69,6 +69,12 @@ void check_length(const std::string& operation, const std::string& name,
 // elements, dense in memory; `number` identifies it in reports such as first_nonfinite.
 KernelTensorArgs gradient_args(const at::Tensor& grad, void* data, int64_t number);
 
+// Returns the tensor on a device. Only a copy from a GPU to the CPU blocks, because otherwise the
+// host could read it too early.
+inline at::Tensor to_device(const at::Tensor& tensor, const at::Device& device) {
+  return tensor.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
 // True if both tensors are dense in the same order, so that one index addresses both.
 bool have_same_dense_layout(const at::Tensor& a, const at::Tensor& b);
 
