@@ -60,14 +60,7 @@ struct TensorConstants {
   bool skip_nonfinite;    // leave elements unchanged if their gradient is inf or NaN
   bool zeroes_nonfinite;  // such gradients count as 0, because the parameter is only written
 
-  static AMP_EXT_INLINE TensorConstants
-  make(const typename Functor::Hyperparameters& hyperparameters, const float* step,
-       const StepDecision& factor) {
-    return make(hyperparameters, read_lr(hyperparameters), read_step(hyperparameters, step),
-                factor);
-  }
-
-  // Overload with `lr` and `step` from read_lr() and read_step().
+  // `lr` and `step` are from read_lr() and read_step().
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
        const StepDecision& factor) {

@@ -62,6 +62,14 @@ constexpr uint8_t dithered_numbers(const Hyperparameters& hyperparameters) {
   return static_cast<uint8_t>(numbers);
 }
 
+// Returns the dithered numbers of the default hyperparameters.
+template <typename Hyperparameters>
+constexpr uint8_t dithered_by_default() {
+  Hyperparameters defaults;
+  defaults.dither = true;
+  return dithered_numbers(defaults);
+}
+
 // True if the formats of the buffers (has_buffers) or of all arrays (has_formats) fit the kernel.
 template <typename NumberFormats, int... index>
 bool has_buffers(const KernelTensorArgs& args, std::integer_sequence<int, index...>) {
@@ -142,6 +150,13 @@ struct ScaleUpdate {
   LossScaleHyperparameters hyperparameters;
   ScaleMemory state;
   ScaleCounts* counts = nullptr;  // [1], or null
+
+  // Updates the scale, after count_flag() has counted all flags.
+  AMP_EXT_INLINE void run(bool overflow) const {
+    const float scale_before = *state.scale;
+    update_loss_scale(hyperparameters, overflow, state);
+    if (counts != nullptr) count_update(overflow, scale_before, *state.scale, *counts);
+  }
 };
 
 // Inputs of the factor by which gradients are multiplied: `inv_scale`, or if that is null, the

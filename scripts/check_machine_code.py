@@ -174,7 +174,7 @@ def name_of(signature: str) -> tuple[str, int, int]:
         kind, weight, low_bits, stored = average.groups()
         kept = f" split{low_bits}" if kind == "Split" else ""
         return f"average {weight}{kept}, {stored}", threads, low_bits == "8"
-    other = re.search(r"(scan|multiply|count)_kernel<(\w+),", text)
+    other = re.search(r"(scan|multiply|count)_kernel<(\w+)[,>]", text)
     if other:
         kernel, grad = other.groups()
         with_sum = " and sum" if ", true>" in text else ""

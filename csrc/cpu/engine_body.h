@@ -169,13 +169,6 @@ struct Tail<Streams<NumberFormats, std::integer_sequence<int, index...>>> {
   }
 };
 
-template <typename Storage>
-AMP_EXT_INLINE bool is_nonfinite(Storage value) {
-  typename BitPattern<Storage>::type bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
-}
-
 // Stores unscaled gradients, rounded. Elements of `stored` that are inf or NaN stay unchanged.
 template <typename Storage, typename T>
 void round_finite_results(const T* results, int64_t count, Storage* stored) {
@@ -309,8 +302,10 @@ class ConstantsCache {
     if (args.group != group_ || step != step_) {
       group_ = args.group;
       step_ = step;
-      constants_ = Constants::make(hyperparameters_[group_], args.step, decision_);
-      is_usual_ = !decision_.skip_nonfinite && Functor<T>::has_fast_path(hyperparameters_[group_]);
+      const auto& group = hyperparameters_[group_];
+      constants_ = Constants::make(group, Constants::read_lr(group),
+                                   Constants::read_step(group, args.step), decision_);
+      is_usual_ = !decision_.skip_nonfinite && Functor<T>::has_fast_path(group);
     }
     return constants_;
   }
@@ -379,25 +374,13 @@ AMP_EXT_INLINE void for_each_pair(const Storage* elements, int64_t count, int64_
   visit(load_bits<V>(last), load_bits<V>(last + kLanes<T>));
 }
 
-// Type in which exponents are compared: inf is possible, NaN is not.
-template <typename Storage>
-struct ExponentType {
-  using type = int16_t;
-};
-template <>
-struct ExponentType<float> {
-  using type = float;  // every instruction set has a maximum of floats
-};
-template <>
-struct ExponentType<double> {
-  using type = double;
-};
-
 // True if any element is inf or NaN, by a test of the largest exponent.
 template <typename Storage>
 bool any_nonfinite(const Storage* elements, int64_t count, int64_t rest) {
   using T = typename BitPattern<Storage>::type;
-  using Exponents = Vector<typename ExponentType<Storage>::type>;
+  // Exponents are compared as numbers, since every instruction set has a maximum of floats. They
+  // may be inf, but not NaN.
+  using Exponents = Vector<std::conditional_t<sizeof(T) == 2, int16_t, Storage>>;
   Exponents largest = {};
   for_each_pair<T>(elements, count, rest, [&](Vector<T> first, Vector<T> second) {
     const auto larger = maximum(bit_cast<Exponents>(first & kExponentMask<Storage>),
@@ -423,13 +406,10 @@ int64_t number_of_nonfinite(const Storage* elements, int64_t count, int64_t rest
   return sum;
 }
 
+AMP_EXT_INLINE double to_double(double value) { return value; }
 template <typename Storage>
 AMP_EXT_INLINE double to_double(Storage value) {
-  if constexpr (std::is_same_v<Storage, double>) {
-    return value;
-  } else {
-    return to_float(value);
-  }
+  return to_float(value);
 }
 
 // Number of elements whose squares are summed in float32 before the sum is checked.
@@ -566,7 +546,7 @@ bool multiply_elements(Storage* elements, int64_t count, float factor_in_float) 
       chunk = tail.open(chunk, count - offset);
       size = kLanes<T>;
     }
-    T* const results = results_in(chunk, scratch);
+    T* const results = Numbers<Plain<Storage>>{{chunk}}.results_in(scratch);
     for (int64_t i = 0; i < size; i += kLanes<T>) {
       const V value = load<V>(chunk + i);
       differences += value - value;
@@ -591,11 +571,60 @@ inline int64_t multiply(const TileMap& tiles, float factor, int64_t begin, int64
   return first;
 }
 
-}  // namespace amp_ext::cpu::AMP_EXT_ISA
+// Updates the averages of a tile. The template arguments are the formats of weights and averages.
+template <typename WeightFormat, typename AverageFormat>
+void average_tile(const AverageStep& tensor_step, const Tile& tile) {
+  using V = Vector<float>;
+  using Weights = Numbers<WeightFormat>;
+  using Averages = Numbers<AverageFormat>;
+  constexpr bool kIsNative = Averages::template kIsNative<float>;
+  const AverageStep step = tensor_step;  // copied into registers
+  KernelTensorArgs args = tile.args;
+  args.global_offset = step.dither_place(args.global_offset);
+  Dither dither(args, 0);
+  alignas(64) float scratch[kChunkSize];
+  for (int64_t offset = tile.begin; offset < tile.end;) {
+    const int64_t rest = tile.end - offset;
+    int64_t count = rest / kLanes<float> * kLanes<float>;
+    if (!kIsNative) count = std::min(count, kChunkSize);
+    Weights weights = Weights::at(args.param, args.master_param, offset);
+    Averages averages = Averages::at(args.buffers[0], nullptr, offset);
+    typename Weights::Padded last_weights;
+    typename Averages::Padded last_averages;
+    const bool is_tail = count == 0;
+    if (is_tail) {
+      weights = last_weights.open(weights, rest);
+      averages = last_averages.open(averages, rest);
+      count = kLanes<float>;
+    }
+    if (!kIsNative) dither.begin(offset, count);
+    float* const results = averages.results_in(scratch);
+    constexpr int64_t kAsked = 2 * kLineSize / static_cast<int64_t>(sizeof(float));
+    for (int64_t i = 0; i < count; i += kLanes<float>) {
+      if (i % kAsked == 0 && i + kAhead<float> + kApart<float> + kAsked < tile.end_ahead - offset) {
+        weights.prefetch(i + kAhead<float>, kAsked);
+        averages.prefetch(i + kAhead<float> + kApart<float>, kAsked);
+      }
+      const V average = averages.template load<V>(i);
+      store(results + i, step(average, weights.template load<V>(i)));
+    }
+    round_chunk(averages, results, count, dither.of_param());
+    if (is_tail) last_averages.close(rest);
+    offset += is_tail ? rest : count;
+  }
+}
 
-#include "cpu/average_body.h"
-
-namespace amp_ext::cpu::AMP_EXT_ISA {
+inline void average(const TileMap& tiles, const AverageStep& step, int64_t begin, int64_t end) {
+  tiles.for_each_tile(begin, end, [&](const Tile& tile) {
+    any_formats_of_averages([&](auto weight, auto average) {
+      using Weight = decltype(weight);
+      using Average = decltype(average);
+      if (!has_formats_of_average<Weight, Average>(tile.args)) return false;
+      average_tile<Weight, Average>(step, tile);
+      return true;
+    });
+  });
+}
 
 #define AMP_EXT_STRING(name) AMP_EXT_STRING_OF(name)
 #define AMP_EXT_STRING_OF(name) #name

@@ -11,33 +11,20 @@ namespace amp_ext::cpu::AMP_EXT_ISA {
 constexpr int64_t kGroupSize = 16 * kLanes<float>;
 static_assert(kChunkSize % kGroupSize == 0 && kGroupSize % (2 * kBlockSize) == 0);
 
-// True for number formats that support dithering.
-template <typename NumberFormat>
-inline constexpr bool kMayDither = false;
-template <>
-inline constexpr bool kMayDither<Plain<BFloat16>> = true;
-template <>
-inline constexpr bool kMayDither<Split<BFloat16, 8>> = true;
-template <>
-inline constexpr bool kMayDither<Ratio> = true;
-template <>
-inline constexpr bool kMayDither<Blockwise<RootCode>> = true;
-
 // Bits of KernelTensorArgs::dithered that matter for these formats.
 template <typename NumberFormats>
 inline constexpr int kMayDitherAmong =
-    (kMayDither<typename NumberFormats::Param> ? kDithersParam : 0) |
-    (kMayDither<typename NumberFormats::template Buffer<0>> ? kDithersBuffer0 : 0) |
-    (kMayDither<typename NumberFormats::template Buffer<1>> ? kDithersBuffer0 << 1 : 0);
+    (NumberFormats::Param::kMayDither ? kDithersParam : 0) |
+    (NumberFormats::template Buffer<0>::kMayDither ? kDithersBuffer0 : 0) |
+    (NumberFormats::template Buffer<1>::kMayDither ? kDithersBuffer0 << 1 : 0);
 // Returns the bits of KernelTensorArgs::dithered that the fast path requires: those of the default
 // betas and of all 8-bit buffers.
 template <typename NumberFormats>
 constexpr int usual_dither() {
-  typename NumberFormats::Hyperparameters defaults;
-  defaults.dither = true;
+  constexpr int kByDefault = dithered_by_default<typename NumberFormats::Hyperparameters>();
   const int codes = (NumberFormats::template kIsRatio<0> ? kDithersBuffer0 : 0) |
                     (NumberFormats::template kIsInBlocks<1> ? kDithersBuffer0 << 1 : 0);
-  return kMayDitherAmong<NumberFormats> & (dithered_numbers(defaults) | codes);
+  return kMayDitherAmong<NumberFormats> & (kByDefault | codes);
 }
 template <typename NumberFormats>
 bool has_usual_dither(const KernelTensorArgs& args) {
@@ -48,14 +35,9 @@ bool has_usual_dither(const KernelTensorArgs& args) {
 template <typename Functor, typename NumberFormats>
 inline constexpr bool kHasFastPath = false;
 template <typename NumberFormats>
-inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> = [] {
-  using Stored = typename NumberFormats::Param::Stored;
-  if constexpr (NumberFormats::kBuffers == 2 && !std::is_same_v<Stored, Half>) {
-    return kMayDither<typename NumberFormats::template Buffer<1>>;
-  } else {
-    return false;
-  }
-}();
+inline constexpr bool kHasFastPath<Adam<float>, NumberFormats> =
+    NumberFormats::kBuffers == 2 && NumberFormats::template Buffer<1>::kMayDither &&
+    !std::is_same_v<typename NumberFormats::Param::Stored, Half>;
 
 // Dither words, phase + stride * step, of consecutive vectors (see formats/dither.h).
 struct Words {
@@ -92,7 +74,7 @@ template <int kBits>
 AMP_EXT_INLINE Vector<float> fast_load(const Numbers<Split<BFloat16, kBits>>& numbers,
                                        int64_t index) {
   return SplitMaster<BFloat16, kBits>::join_number(load_wide(&numbers.elements[index].bits) << 16,
-                                                   load_signed(numbers.residuals + index)
+                                                   load_signed(numbers.masters + index)
                                                        << (16 - kBits));
 }
 
@@ -127,8 +109,8 @@ AMP_EXT_INLINE void fast_store(const Numbers<Plain<BFloat16>>& numbers, int64_t 
 template <bool kDithers>
 AMP_EXT_INLINE void fast_store(const Numbers<Mastered<BFloat16>>& numbers, int64_t index,
                                const float* values, const Words& words) {
-  fast_store<false>(Numbers<Plain<float>>{numbers.masters}, index, values, words);
-  fast_store<false>(Numbers<Plain<BFloat16>>{numbers.elements}, index, values, words);
+  fast_store<false>(Numbers<Plain<float>>{{numbers.masters}}, index, values, words);
+  fast_store<false>(Numbers<Plain<BFloat16>>{{numbers.elements}}, index, values, words);
 }
 template <bool kDithers, int kBits>
 AMP_EXT_INLINE void fast_store(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index,
@@ -147,22 +129,14 @@ AMP_EXT_INLINE void fast_store(const Numbers<Split<BFloat16, kBits>>& numbers, i
   }
   store_upper_bits(numbers.elements + index, upper);
   if constexpr (kBits == 8) {
-    store_low_bytes(numbers.residuals + index, residual);
+    store_low_bytes(numbers.masters + index, residual);
   } else {
 #pragma GCC unroll 4
     for (int k = 0; k < kTogether; k += 2) {
-      store_low_bits(numbers.residuals + index + k * kLanes<float>, residual[k], residual[k + 1]);
+      store_low_bits(numbers.masters + index + k * kLanes<float>, residual[k], residual[k + 1]);
     }
   }
 }
-
-// The constants of a step for one tensor in the fast path.
-template <typename Functor>
-struct FastConstants {
-  Functor update;
-  float grad_factor;  // TensorConstants::grad_factor * direction
-  uint32_t step;
-};
 
 // The results of a group before they are stored.
 template <typename Streams>
@@ -190,8 +164,9 @@ struct FastGroup {
 
   // Updates the group of elements that starts at `first`. Returns true if no element is unusual.
   template <typename Functor>
-  AMP_EXT_INLINE bool update(const FastConstants<Functor>& constants, const Streams& streams,
-                             int64_t first, const uint32_t* phases, bool asks_ahead) {
+  AMP_EXT_INLINE bool update(const TensorConstants<Functor, float>& constants,
+                             const Streams& streams, int64_t first, const uint32_t* phases,
+                             bool asks_ahead) {
     const auto& first_moments = entry<0>(streams.buffers);
     const auto& second_moments = entry<1>(streams.buffers);
     NanSeen nan;
@@ -199,7 +174,7 @@ struct FastGroup {
     if constexpr (NumberFormats::kHasRatios) {
       // The code of a NaN has low bits 127; adding 1 then sets the upper bit of the byte.
       for (int64_t i = 0; i < kGroupSize; i += sizeof(U)) {
-        unusual |= (load_bits<U>(first_moments.codes + first + i) & 0x7f7f7f7fu) + 0x01010101u;
+        unusual |= (load_bits<U>(first_moments.elements + first + i) & 0x7f7f7f7fu) + 0x01010101u;
       }
       unusual &= 0x80808080u;
     }
@@ -223,7 +198,7 @@ struct FastGroup {
         V first_moment, second_moment;
         [[maybe_unused]] U unit;
         if constexpr (kHasRoots) {
-          const U code = load_wide(second_moments.codes + index);
+          const U code = load_wide(second_moments.elements + index);
           const V root = RootCode::fast_decode((code << 17) + RootCode::kSixteenth, old_unit);
           second_moment = RootCode::number(root);
           unit = unit_below(bits_of(root));
@@ -236,7 +211,7 @@ struct FastGroup {
           }
         }
         if constexpr (NumberFormats::kHasRatios) {
-          const U code = load_signed(first_moments.codes + index);
+          const U code = load_signed(first_moments.elements + index);
           first_moment = RatioCode::decode_number((code & 0x7fu) | RatioCode::kPlaceBits, unit,
                                                   code & 0x80000000u);
         } else {
@@ -308,7 +283,7 @@ struct FastGroup {
           const V root = RootCode::fast_decode(bits & 0xfffe0000u, of_block(units, block));
           twice_inverses[k] = twice_inverse_unit(bits_of(root));
         }
-        store_low_bytes(second_moments.codes + index, codes);
+        store_low_bytes(second_moments.elements + index, codes);
       } else {
         FourVectors bits;
         upper_bits<kDithers<1>>(seconds + offset, words(kStride1), bits);
@@ -327,7 +302,7 @@ struct FastGroup {
           places[k] = (RatioCode::encode_number(moment, twice_inverses[k], own[k]) >> 13) & 0x7fu;
           moments[k] = bits_of(moment);
         }
-        store_low_bytes(first_moments.codes + index, places, moments);
+        store_low_bytes(first_moments.elements + index, places, moments);
       } else {
         fast_store<kDithers<0>>(first_moments, index, firsts + offset, words(kStride0));
       }
@@ -339,8 +314,9 @@ struct FastGroup {
 // Updates the elements of a tile. The fast path must support the tensor's options and dithering.
 template <typename Streams, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
-  const FastConstants<Functor> fast = {constants.update.usual(),
-                                       constants.grad_factor * constants.direction, constants.step};
+  TensorConstants<Functor, float> fast = constants;
+  fast.update = constants.update.usual();
+  fast.grad_factor = constants.grad_factor * constants.direction;
   const auto step_generally = [&](int64_t begin, int64_t end) {
     step_tile_of<Streams>(constants,
                           {tile.args, tile.index, tile.index_of_tile, begin, end, tile.end_ahead});

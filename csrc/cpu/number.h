@@ -32,15 +32,6 @@ struct PaddedCopy {
   }
 };
 
-template <typename Storage, typename T>
-AMP_EXT_INLINE T* results_in(Storage* stored, T* scratch) {
-  if constexpr (std::is_same_v<Storage, T>) {
-    return stored;
-  } else {
-    return scratch;
-  }
-}
-
 // How results are rounded to 16 or 8 bits.
 struct Rounding {
   const uint32_t* phases = nullptr;  // dither phases of a chunk; null to round to nearest
@@ -53,16 +44,12 @@ struct Rounding {
   }
 };
 
-struct DitheredToUpperBits {
-  const Rounding& rounding;
-
-  AMP_EXT_INLINE Vector<uint32_t> operator()(Vector<float> value, int64_t index) const {
-    return dithered_to_upper_bits(value, rounding.words(index));
-  }
-};
 AMP_EXT_INLINE void round_dithered(const float* results, int64_t count, BFloat16* stored,
                                    const Rounding& rounding) {
-  round_all_to_upper_bits(results, count, stored, DitheredToUpperBits{rounding});
+  const auto dithered = [&](Vector<float> value, int64_t index) __attribute__((always_inline)) {
+    return dithered_to_upper_bits(value, rounding.words(index));
+  };
+  round_all_to_upper_bits(results, count, stored, dithered);
 }
 AMP_EXT_INLINE void round_dithered(const float* results, int64_t count, Half* stored,
                                    const Rounding& rounding) {
@@ -112,83 +99,60 @@ __attribute__((noinline)) inline const uint32_t* fill_phases(int64_t first, int6
 }
 
 // The numbers of one format in a tensor, from some element on. `Padded` copies the last elements,
-// which do not fill a vector.
+// which do not fill a vector. kIsNative is true if the array stores T, so that results need no
+// rounding.
 template <typename NumberFormat>
 struct Numbers;
 
-template <typename Storage>
-struct Numbers<Plain<Storage>> {
-  // True if the array stores T, so that results need no rounding.
+// Base of the numbers of a format that has one array.
+template <typename NumberFormat, typename Element>
+struct OneArray {
   template <typename T>
-  static constexpr bool kIsNative = std::is_same_v<Storage, T>;
+  static constexpr bool kIsNative = false;
 
-  Storage* elements;
+  Element* elements;
 
-  AMP_EXT_INLINE static Numbers at(void* elements, void* /*unused*/, int64_t offset) {
-    return {static_cast<Storage*>(elements) + offset};
+  AMP_EXT_INLINE static Numbers<NumberFormat> at(void* elements, void* /*unused*/, int64_t offset) {
+    return {{static_cast<Element*>(elements) + offset}};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
     amp_ext::prefetch(elements, index, count);
   }
-
-  template <typename V>
-  AMP_EXT_INLINE V load(int64_t index) const {
-    return amp_ext::load<V>(elements + index);
-  }
-  template <typename T>
-  AMP_EXT_INLINE T* results_in(T* scratch) const {
-    return AMP_EXT_ISA::results_in(elements, scratch);
-  }
-  template <typename T>
-  AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
-    round_results(results, count, elements, rounding);
-  }
-  // Returns the units (see RatioCode) of the ratios that belong to these second moments.
-  AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
-    return unit_below_root(bits_of(load<Vector<float>>(index)));
-  }
+  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
 
   struct Padded {
-    PaddedCopy<Storage> copy;
+    PaddedCopy<Element> copy;
 
-    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
-      return {copy.open(numbers.elements, count)};
+    AMP_EXT_INLINE Numbers<NumberFormat> open(const OneArray& numbers, int64_t count) {
+      return {{copy.open(numbers.elements, count)}};
     }
     AMP_EXT_INLINE void close(int64_t count) { copy.close(count); }
   };
 };
 
-template <typename Storage>
-struct Numbers<Mastered<Storage>> {
+// Base of the numbers of a parameter that has float32 masters, or the residuals of split ones.
+template <typename NumberFormat, typename Element, typename MasterPart>
+struct TwoArrays {
   template <typename T>
   static constexpr bool kIsNative = false;
 
-  Storage* elements;  // parameters: written but never read
-  float* masters;
+  Element* elements;
+  MasterPart* masters;
 
-  AMP_EXT_INLINE static Numbers at(void* elements, void* masters, int64_t offset) {
-    return {static_cast<Storage*>(elements) + offset, static_cast<float*>(masters) + offset};
+  AMP_EXT_INLINE static Numbers<NumberFormat> at(void* elements, void* masters, int64_t offset) {
+    return {{static_cast<Element*>(elements) + offset, static_cast<MasterPart*>(masters) + offset}};
   }
   AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
     amp_ext::prefetch(elements, index, count);
     amp_ext::prefetch(masters, index, count);
   }
 
-  template <typename V>
-  AMP_EXT_INLINE V load(int64_t index) const {
-    return amp_ext::load<V>(masters + index);
-  }
-  AMP_EXT_INLINE float* results_in(float* /*scratch*/) const { return masters; }
-  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding&) const {
-    round_results(results, count, elements);
-  }
-
   struct Padded {
-    PaddedCopy<Storage> copy;
-    PaddedCopy<float> copy_of_masters;
+    PaddedCopy<Element> copy;
+    PaddedCopy<MasterPart> copy_of_masters;
 
-    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
-      return {copy.open(numbers.elements, count), copy_of_masters.open(numbers.masters, count)};
+    AMP_EXT_INLINE Numbers<NumberFormat> open(const TwoArrays& numbers, int64_t count) {
+      return {{copy.open(numbers.elements, count), copy_of_masters.open(numbers.masters, count)}};
     }
     AMP_EXT_INLINE void close(int64_t count) {
       copy.close(count);
@@ -197,32 +161,60 @@ struct Numbers<Mastered<Storage>> {
   };
 };
 
-template <typename Storage, int kBits>
-struct Numbers<Split<Storage, kBits>> {
-  using Residual = typename Split<Storage, kBits>::Residual;
-  using U = Vector<uint32_t>;
+template <typename Storage>
+struct Numbers<Plain<Storage>> : OneArray<Plain<Storage>, Storage> {
   template <typename T>
-  static constexpr bool kIsNative = false;
-  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
-
-  Storage* elements;
-  Residual* residuals;
-
-  AMP_EXT_INLINE static Numbers at(void* elements, void* residuals, int64_t offset) {
-    return {static_cast<Storage*>(elements) + offset, static_cast<Residual*>(residuals) + offset};
-  }
-  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
-    amp_ext::prefetch(elements, index, count);
-    amp_ext::prefetch(residuals, index, count);
-  }
+  static constexpr bool kIsNative = std::is_same_v<Storage, T>;
 
   template <typename V>
   AMP_EXT_INLINE V load(int64_t index) const {
-    const U residual = load_wide(residuals + index);
-    if constexpr (kIsDifference) {
-      return SplitHalf16::join(amp_ext::load<V>(elements + index), residual);
+    return amp_ext::load<V>(this->elements + index);
+  }
+  template <typename T>
+  AMP_EXT_INLINE T* results_in(T* scratch) const {
+    if constexpr (std::is_same_v<Storage, T>) {
+      return this->elements;
     } else {
-      return SplitMaster<Storage, kBits>::join(load_wide(&elements[index].bits), residual);
+      return scratch;
+    }
+  }
+  template <typename T>
+  AMP_EXT_INLINE void round(const T* results, int64_t count, const Rounding& rounding) const {
+    round_results(results, count, this->elements, rounding);
+  }
+  // Returns the units (see RatioCode) of the ratios that belong to these second moments.
+  AMP_EXT_INLINE Vector<uint32_t> unit(int64_t index) const {
+    return unit_below_root(bits_of(load<Vector<float>>(index)));
+  }
+};
+
+// The elements are written but never read.
+template <typename Storage>
+struct Numbers<Mastered<Storage>> : TwoArrays<Mastered<Storage>, Storage, float> {
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    return amp_ext::load<V>(this->masters + index);
+  }
+  AMP_EXT_INLINE float* results_in(float* /*scratch*/) const { return this->masters; }
+  AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding&) const {
+    round_results(results, count, this->elements);
+  }
+};
+
+template <typename Storage, int kBits>
+struct Numbers<Split<Storage, kBits>>
+    : TwoArrays<Split<Storage, kBits>, Storage, typename Split<Storage, kBits>::Residual> {
+  using U = Vector<uint32_t>;
+  static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
+
+  template <typename V>
+  AMP_EXT_INLINE V load(int64_t index) const {
+    const Storage* const params = this->elements + index;
+    const U residual = load_wide(this->masters + index);
+    if constexpr (kIsDifference) {
+      return SplitHalf16::join(amp_ext::load<V>(params), residual);
+    } else {
+      return SplitMaster<Storage, kBits>::join(load_wide(&params->bits), residual);
     }
   }
   AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
@@ -230,90 +222,49 @@ struct Numbers<Split<Storage, kBits>> {
     using V = Vector<float>;
     for (int64_t i = 0; i < count; i += kLanes<float>) {
       const V master = amp_ext::load<V>(results + i);
+      Storage* const params = this->elements + i;
+      U residual;
       if constexpr (kIsDifference) {
         const V limited = SplitHalf16::saturated(master);
-        store(elements + i, limited);
-        store_low_bits(residuals + i,
-                       SplitHalf16::residual_of(limited, amp_ext::load<V>(elements + i)));
+        store(params, limited);
+        residual = SplitHalf16::residual_of(limited, amp_ext::load<V>(params));
       } else {
-        U param, residual;
+        U param;
         SplitMaster<Storage, kBits>::split(master, rounding.dithers(), rounding.words(i), param,
                                            residual);
-        store_low_bits(&elements[i].bits, param);
-        store_low_bits(residuals + i, residual);
+        store_low_bits(&params->bits, param);
       }
+      store_low_bits(this->masters + i, residual);
     }
   }
-
-  struct Padded {
-    PaddedCopy<Storage> copy;
-    PaddedCopy<Residual> copy_of_residuals;
-
-    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
-      return {copy.open(numbers.elements, count), copy_of_residuals.open(numbers.residuals, count)};
-    }
-    AMP_EXT_INLINE void close(int64_t count) {
-      copy.close(count);
-      copy_of_residuals.close(count);
-    }
-  };
 };
 
 template <>
-struct Numbers<Ratio> {
-  template <typename T>
-  static constexpr bool kIsNative = false;
-
-  uint8_t* codes;
-
-  AMP_EXT_INLINE static Numbers at(void* codes, void* /*unused*/, int64_t offset) {
-    return {static_cast<uint8_t*>(codes) + offset};
-  }
-  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
-    amp_ext::prefetch(codes, index, count);
-  }
-
+struct Numbers<Ratio> : OneArray<Ratio, uint8_t> {
   // Dequantizes ratios. `second` holds the stored second moments of the same elements.
   template <typename Second>
   AMP_EXT_INLINE Vector<float> load(int64_t index, const Second& second) const {
-    return RatioCode::decode(load_wide(codes + index), second.unit(index));
+    return RatioCode::decode(load_wide(elements + index), second.unit(index));
   }
-  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
   template <typename Second>
   AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding,
                             const Second& second) const {
     for (int64_t i = 0; i < count; i += kLanes<float>) {
       const auto moment = amp_ext::load<Vector<float>>(results + i);
-      store_low_bits(codes + i, RatioCode::encode(moment, second.unit(i), rounding.dithers(),
-                                                  rounding.words(i)));
+      store_low_bits(elements + i, RatioCode::encode(moment, second.unit(i), rounding.dithers(),
+                                                     rounding.words(i)));
     }
   }
-
-  struct Padded {
-    PaddedCopy<uint8_t> copy;
-
-    AMP_EXT_INLINE Numbers open(const Numbers& numbers, int64_t count) {
-      return {copy.open(numbers.codes, count)};
-    }
-    AMP_EXT_INLINE void close(int64_t count) { copy.close(count); }
-  };
 };
 
 template <typename Code>
-struct Numbers<Blockwise<Code>> {
-  template <typename T>
-  static constexpr bool kIsNative = false;
-
-  uint8_t* codes;
+struct Numbers<Blockwise<Code>> : OneArray<Blockwise<Code>, uint8_t> {
   uint8_t* exponents;
 
   // `offset` is a multiple of kBlockSize.
   AMP_EXT_INLINE static Numbers at(void* codes, void* exponents, int64_t offset) {
-    return {static_cast<uint8_t*>(codes) + offset,
+    return {{static_cast<uint8_t*>(codes) + offset},
             static_cast<uint8_t*>(exponents) + offset / kBlockSize};
-  }
-  AMP_EXT_INLINE void prefetch(int64_t index, int64_t count) const {
-    amp_ext::prefetch(codes, index, count);
   }
 
   template <typename V>
@@ -325,9 +276,8 @@ struct Numbers<Blockwise<Code>> {
   }
   AMP_EXT_INLINE Vector<float> root(int64_t index) const {
     const BlockUnit unit{exponents[index / kBlockSize]};
-    return Code::decode(load_wide(codes + index), unit.value());
+    return Code::decode(load_wide(this->elements + index), unit.value());
   }
-  AMP_EXT_INLINE float* results_in(float* scratch) const { return scratch; }
   AMP_EXT_INLINE void round(const float* results, int64_t count, const Rounding& rounding) const {
     for (int64_t first = 0; first < count; first += kBlockSize) {
       round_block(results + first, first, rounding);
@@ -360,13 +310,14 @@ struct Numbers<Blockwise<Code>> {
                                             Code::kLastUnit, Code::kReserve);
     exponents[first / kBlockSize] = static_cast<uint8_t>(unit.byte);
     if (unit.is_nan()) {
-      std::memset(codes + first, 0, kBlockSize);
+      std::memset(this->elements + first, 0, kBlockSize);
       return;
     }
     for (int k = 0; k < kVectors; ++k) {
       const int64_t index = first + k * kLanes<float>;
-      store_low_bits(codes + index, Code::encode(measured[k], unit.inverse(), rounding.dithers(),
-                                                 rounding.words(index)));
+      store_low_bits(
+          this->elements + index,
+          Code::encode(measured[k], unit.inverse(), rounding.dithers(), rounding.words(index)));
     }
   }
 };

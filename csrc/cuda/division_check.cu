@@ -34,18 +34,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = arguments.stride * gridDim.x * kThreads;
   unsigned long long wrong[3] = {};
 #pragma unroll 1
-  for (int64_t i = first * arguments.stride; i < kRoots; i += step) {
-    const float value = float_of(0x3f800000u + static_cast<uint32_t>(i));
-    wrong[0] += root_from(value, Seeds::inverse_root(value)) != std::sqrt(value);
-  }
-#pragma unroll 1
-  for (int64_t i = first * arguments.stride; i < kReciprocals; i += step) {
-    const float value = float_of(0x3f800000u + static_cast<uint32_t>(i));
-    wrong[1] += fast_reciprocal<Seeds>(value) != 1.0f / value;
-  }
-#pragma unroll 1
   for (int64_t i = first * arguments.stride; i < kQuotients; i += step) {
     const auto place = static_cast<uint32_t>(i);
+    const float value = float_of(0x3f800000u + place);
+    if (i < kRoots) wrong[0] += root_from(value, Seeds::inverse_root(value)) != std::sqrt(value);
+    if (i < kReciprocals) wrong[1] += fast_reciprocal<Seeds>(value) != 1.0f / value;
     const uint32_t hash = dither_hash(place, 1u);
     const uint32_t other = dither_hash(place, 2u);
     const float denominator = number_of(hash, hash >> 24, -40, 100);

@@ -34,11 +34,7 @@ __global__ void __launch_bounds__(kMaxFlags)
     count_flag(flag, *flag.found_inf != 0.0f, *update.counts);
   }
   if (!arguments.is_last) return;
-  const float scale_before = *update.state.scale;
-  update_loss_scale(update.hyperparameters, overflow, update.state);
-  if (update.counts != nullptr) {
-    count_update(overflow, scale_before, *update.state.scale, *update.counts);
-  }
+  update.run(overflow);
 }
 
 __global__ void __launch_bounds__(1)
@@ -100,44 +96,46 @@ int judge_norm(const GradientInputs& inputs, NormJudgement* judgement, float* sk
 
 int64_t number_of_tiles(const KernelTensorArgs* all_args, int64_t count) {
   int64_t tiles = 1;  // a launch has at least one block
-  for (int64_t i = 0; i < count; ++i) {
-    for_dtype(all_args[i].grad_dtype, [&](auto element) {
-      constexpr int kSize = GradientShape<decltype(element)>::kTileSize;
-      tiles += (all_args[i].numel + kSize - 1) / kSize;
-    });
-  }
+  constexpr int kSize = GradientShape::kTileSize;
+  for (int64_t i = 0; i < count; ++i) tiles += (all_args[i].numel + kSize - 1) / kSize;
   return tiles;
 }
 
 int scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch, cudaStream_t stream) {
+  GradScanArguments arguments;
+  arguments.grad_scale = launch_of_all.grad_scale;
+  arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
+  arguments.sum_of_squares = launch_of_all.sum_of_squares;
+  arguments.scratch = scratch;
+  arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
-    return launch_scan<Storage, GradientShape<Storage>>(launch_of_all, scratch, stream);
+    const auto kernel = launch_of_all.sum_of_squares != nullptr ? scan_kernel<Storage, true>
+                                                                : scan_kernel<Storage, false>;
+    return launch_gradients<Storage>(kernel, launch_of_all.all_args, launch_of_all.count, arguments,
+                                     stream);
   });
 }
 
 int multiply(const KernelTensorArgs* all_args, int64_t count, const MultiplyInputs& inputs,
              float* found_inf, int64_t* first_nonfinite, bool* is_launched, cudaStream_t stream) {
+  MultiplyArguments arguments;
+  arguments.inputs = inputs;
+  arguments.outputs = {found_inf, first_nonfinite};
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
-    using Shape = GradientShape<Storage>;
-    MultiplyArguments<GradientTable> arguments;
-    arguments.inputs = inputs;
-    arguments.outputs = {found_inf, first_nonfinite};
-    return launch_gradients<Storage, Shape>(multiply_kernel<Storage, GradientTable, Shape>,
-                                            all_args, count, arguments, stream, is_launched);
+    return launch_gradients<Storage>(multiply_kernel<Storage>, all_args, count, arguments, stream,
+                                     is_launched);
   });
 }
 
 int count_nonfinite(const KernelTensorArgs* all_args, int64_t count, int64_t* counts,
                     cudaStream_t stream) {
+  CountArguments arguments;
+  arguments.counts = reinterpret_cast<unsigned long long*>(counts);
   return for_each_dtype([&](auto element) {
     using Storage = decltype(element);
-    using Shape = GradientShape<Storage>;
-    CountArguments<GradientTable> arguments;
-    arguments.counts = reinterpret_cast<unsigned long long*>(counts);
-    return launch_gradients<Storage, Shape>(count_kernel<Storage, GradientTable, Shape>, all_args,
-                                            count, arguments, stream);
+    return launch_gradients<Storage>(count_kernel<Storage>, all_args, count, arguments, stream);
   });
 }
 

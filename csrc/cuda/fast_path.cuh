@@ -126,7 +126,7 @@ struct FastPack<Split<BFloat16, kBits>, kCount> {
 
   __device__ void load(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) {
     words = words_at<kCount / 2>(numbers.elements, index);
-    residuals = words_at<kLowWords>(numbers.residuals, index);
+    residuals = words_at<kLowWords>(numbers.masters, index);
   }
   __device__ float get(int i) const {
     // Move the residual below the parameter's bits and extend its sign.
@@ -161,7 +161,7 @@ struct FastPack<Split<BFloat16, kBits>, kCount> {
   }
   __device__ void store(const Numbers<Split<BFloat16, kBits>>& numbers, int64_t index) const {
     words_at<kCount / 2>(numbers.elements, index) = words;
-    words_at<kLowWords>(numbers.residuals, index) = residuals;
+    words_at<kLowWords>(numbers.masters, index) = residuals;
   }
 };
 
@@ -170,7 +170,7 @@ struct FastPack<Ratio, kCount> {
   Pack<uint32_t, kCount / 4> words;
 
   __device__ void load(const Numbers<Ratio>& numbers, int64_t index) {
-    words = words_at<kCount / 4>(numbers.codes, index);
+    words = words_at<kCount / 4>(numbers.elements, index);
   }
   // Returns a word in which the upper bit of a byte is set if its code is NaN.
   __device__ uint32_t nan_codes() const {
@@ -201,7 +201,7 @@ struct FastPack<Ratio, kCount> {
     }
   }
   __device__ void store(const Numbers<Ratio>& numbers, int64_t index) const {
-    words_at<kCount / 4>(numbers.codes, index) = words;
+    words_at<kCount / 4>(numbers.elements, index) = words;
   }
 };
 
@@ -221,19 +221,35 @@ __device__ __forceinline__ uint32_t largest_of_block(const float (&values)[kCoun
   return largest;
 }
 
-// Second moments as 8-bit roots. `roots` comes from fast_update, which multiplies roots by 2^32.
-template <int kCount>
-struct FastPack<Blockwise<RootCode>, kCount> {
+// Base of packs of 8-bit moments in blocks.
+template <typename Code, int kCount>
+struct FastPackOfBlock {
   Pack<uint32_t, kCount / 4> words;
   uint32_t exponent;
 
-  __device__ void load(const Numbers<Blockwise<RootCode>>& numbers, int64_t index) {
-    words = words_at<kCount / 4>(numbers.codes, index);
+  __device__ void load(const Numbers<Blockwise<Code>>& numbers, int64_t index) {
+    words = words_at<kCount / 4>(numbers.elements, index);
     exponent = numbers.exponents[index / kBlockSize];
   }
+  __device__ uint32_t code(int i) const {
+    return select_bytes(words.values[i / 4], 0, 0x4440 | (i % 4));
+  }
+  __device__ void store(const Numbers<Blockwise<Code>>& numbers, int64_t index) const {
+    words_at<kCount / 4>(numbers.elements, index) = words;
+    if (index % kBlockSize == 0) {
+      numbers.exponents[index / kBlockSize] = static_cast<uint8_t>(exponent);
+    }
+  }
+};
+
+// Second moments as 8-bit roots. `roots` comes from fast_update, which multiplies roots by 2^32.
+template <int kCount>
+struct FastPack<Blockwise<RootCode>, kCount> : FastPackOfBlock<RootCode, kCount> {
+  using FastPackOfBlock<RootCode, kCount>::exponent;
+
   __device__ float old_root(int i) const {
-    const uint32_t code = select_bytes(words.values[i / 4], 0, 0x4440 | (i % 4));
-    return RootCode::fast_decode((code << 17) + RootCode::kSixteenth, float_of(exponent << 23));
+    const uint32_t bits = (this->code(i) << 17) + RootCode::kSixteenth;
+    return RootCode::fast_decode(bits, float_of(exponent << 23));
   }
   __device__ uint32_t unit(int i) const { return unit_below(bits_of(old_root(i))); }
   __device__ float get(int i) const { return RootCode::number(old_root(i)); }
@@ -260,53 +276,34 @@ struct FastPack<Blockwise<RootCode>, kCount> {
       inverses[i] = twice_inverse_unit(bits_of(RootCode::fast_decode(bits & 0xfffe0000u, unit)));
     }
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) words.values[i / 4] = bytes_of<3>(codes + i);
-  }
-  __device__ void store(const Numbers<Blockwise<RootCode>>& numbers, int64_t index) const {
-    words_at<kCount / 4>(numbers.codes, index) = words;
-    if (index % kBlockSize == 0) {
-      numbers.exponents[index / kBlockSize] = static_cast<uint8_t>(exponent);
-    }
+    for (int i = 0; i < kCount; i += 4) this->words.values[i / 4] = bytes_of<3>(codes + i);
   }
 };
 
 template <int kCount>
-struct FastPack<Blockwise<MomentumCode>, kCount> {
-  Pack<uint32_t, kCount / 4> words;
-  BlockUnit block;
-
-  __device__ void load(const Numbers<Blockwise<MomentumCode>>& numbers, int64_t index) {
-    words = words_at<kCount / 4>(numbers.codes, index);
-    block = {numbers.exponents[index / kBlockSize]};
-  }
+struct FastPack<Blockwise<MomentumCode>, kCount> : FastPackOfBlock<MomentumCode, kCount> {
   __device__ float get(int i) const {
-    const uint32_t code = select_bytes(words.values[i / 4], 0, 0x4440 | (i % 4));
-    return MomentumCode::decode(code, block.value());
+    return MomentumCode::decode(this->code(i), BlockUnit{this->exponent}.value());
   }
   __device__ bool choose_unit(const float (&values)[kCount], uint32_t word) {
     float magnitudes[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) magnitudes[i] = std::fabs(values[i]);
     const uint32_t largest = largest_of_block<MomentumCode>(magnitudes, word);
-    block = BlockUnit::above(largest, MomentumCode::kLastUnit, MomentumCode::kReserve);
+    const auto block = BlockUnit::above(largest, MomentumCode::kLastUnit, MomentumCode::kReserve);
+    this->exponent = block.byte;
     return block.is_nan();
   }
   template <bool kDithers>
   __device__ void set(const float (&values)[kCount], uint32_t word) {
+    const float inverse = BlockUnit{this->exponent}.inverse();
     uint32_t codes[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      codes[i] =
-          MomentumCode::encode(values[i], block.inverse(), kDithers, word + i * kPhaseStride);
+      codes[i] = MomentumCode::encode(values[i], inverse, kDithers, word + i * kPhaseStride);
     }
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) words.values[i / 4] = bytes_of<0>(codes + i);
-  }
-  __device__ void store(const Numbers<Blockwise<MomentumCode>>& numbers, int64_t index) const {
-    words_at<kCount / 4>(numbers.codes, index) = words;
-    if (index % kBlockSize == 0) {
-      numbers.exponents[index / kBlockSize] = static_cast<uint8_t>(block.byte);
-    }
+    for (int i = 0; i < kCount; i += 4) this->words.values[i / 4] = bytes_of<0>(codes + i);
   }
 };
 
@@ -335,15 +332,12 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
   static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
-  // Returns KernelTensorArgs::dithered for default options; 8-bit buffers are always dithered.
-  static constexpr uint8_t default_dither() {
-    typename NumberFormats::Hyperparameters defaults;
-    defaults.dither = true;
-    return dithered_numbers(defaults);
-  }
+  // KernelTensorArgs::dithered for default options; 8-bit buffers are always dithered.
+  static constexpr uint8_t kByDefault =
+      dithered_by_default<typename NumberFormats::Hyperparameters>();
   template <int buffer>
   static constexpr bool kDithers = Streams::template kDithers<buffer> &&
-                                   ((default_dither() & (kDithersBuffer0 << buffer)) != 0 ||
+                                   ((kByDefault & (kDithersBuffer0 << buffer)) != 0 ||
                                     is_code(NumberFormats::template Buffer<buffer>::kFormat));
   static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));

@@ -16,7 +16,6 @@ inline constexpr int kPackSize = 16 / static_cast<int>(sizeof(Storage));
 
 // Shape in which a thread loads four packs before it uses any of them. Smaller tiles need more sums
 // over a block: on an H100, 4096 elements with one or two packs take up to 1.7 times as long.
-template <typename Storage>
 using GradientShape = Shape<kThreads, 16384, 4, 4>;
 
 // Returns the first index from `begin` on at a 16-byte boundary, or `end` if that comes first.
@@ -26,29 +25,20 @@ __device__ int64_t first_pack(const Storage* grad, int64_t begin, int64_t end) {
   return first < end ? first : end;
 }
 
-template <typename Storage>
-__device__ bool is_nonfinite(Storage value) {
-  typename BitPattern<Storage>::type bits;
-  memcpy(&bits, &value, sizeof bits);
-  return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
-}
-
 // The gradients of one launch. Kernels have up to 80 bytes of other arguments.
 using GradientTable = TensorTable<1, kArgumentBytes - 80>;
 
 // The part of a gradient that this block works on.
-template <typename StorageType, typename ShapeOfKernel>
+template <typename StorageType>
 struct GradientTile {
   using Storage = StorageType;
-  using Shape = ShapeOfKernel;
 
   Storage* grad;
   int32_t index;  // index by which the tensor is reported
   int64_t begin;
   int64_t end;
 
-  template <typename Table>
-  __device__ explicit GradientTile(const Table& table) {
+  __device__ explicit GradientTile(const GradientTable& table) {
     const auto tile = static_cast<int32_t>(blockIdx.x);
     const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
@@ -61,18 +51,18 @@ struct GradientTile {
   // once, and a reference to them in memory.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
-    for_each_pack<Shape, kPackSize<Storage>>(
+    for_each_pack<GradientShape, kPackSize<Storage>>(
         begin, first_pack(grad, begin, end), end, [&](int64_t index, auto count, auto packs) {
           constexpr int kCount = decltype(count)::value;
           constexpr int kPacks = decltype(packs)::value;
           Pack<Storage, kCount> copies[kPacks];
 #pragma unroll
           for (int i = 0; i < kPacks; ++i) {
-            copies[i] = pack_at<kCount>(grad, index + i * Shape::kThreads * kCount);
+            copies[i] = pack_at<kCount>(grad, index + i * kThreads * kCount);
           }
 #pragma unroll
           for (int i = 0; i < kPacks; ++i) {
-            visit(copies[i], pack_at<kCount>(grad, index + i * Shape::kThreads * kCount));
+            visit(copies[i], pack_at<kCount>(grad, index + i * kThreads * kCount));
           }
         });
   }
@@ -92,32 +82,26 @@ inline __device__ void report(bool found, int32_t index, const GradScanOutputs& 
   atomicMin(reinterpret_cast<long long*>(outputs.first_nonfinite), static_cast<long long>(index));
 }
 
-template <typename T, int kWarps>
-struct WarpValues {
-  T values[kWarps];
-};
-
 // Returns to each thread of a block the sum over all its threads, added in a fixed order.
-template <typename Shape, typename T>
+template <typename T>
 __device__ T block_sum(T value) {
-  constexpr int kWarps = Shape::kThreads / 32;
-  using Values = WarpValues<T, kWarps>;
+  constexpr int kWarps = kThreads / 32;
+  using Values = T[kWarps];
   AMP_EXT_SHARED(Values, warp_sums);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
     value += __shfl_down_sync(0xffffffffu, value, offset);
   __syncthreads();  // threads may still read the previous sum
-  if (threadIdx.x % 32 == 0) warp_sums.values[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = value;
   __syncthreads();
-  T sum = warp_sums.values[0];
+  T sum = warp_sums[0];
 #pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums.values[warp];
+  for (int warp = 1; warp < kWarps; ++warp) sum += warp_sums[warp];
   return sum;
 }
 
-template <typename Table>
 struct GradScanArguments {
-  Table table;
+  GradientTable table;
   const float* grad_scale;
   GradScanOutputs outputs;
   double* sum_of_squares;
@@ -136,7 +120,7 @@ __device__ T tile_sum_of_squares(const Tile& tile, bool skip_nonfinite = false) 
       sum += skip_nonfinite && !is_finite(value) ? T(0) : value * value;
     }
   });
-  return block_sum<typename Tile::Shape>(sum);
+  return block_sum(sum);
 }
 
 // Returns the sum of the squares of a tile, in float64 if the range of float32 is too small.
@@ -150,23 +134,22 @@ __device__ double careful_sum_of_squares(const Tile& tile) {
 }
 
 // Returns to each thread of a block the sum of `count` tile sums, added in a fixed order.
-template <typename Shape>
-__device__ double sum_of_tiles(const double* sums, int64_t count) {
+inline __device__ double sum_of_tiles(const double* sums, int64_t count) {
   double total = 0.0;
-  for (int64_t i = threadIdx.x; i < count; i += Shape::kThreads) {
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
     total += *static_cast<const volatile double*>(sums + i);
   }
-  return block_sum<Shape>(total);
+  return block_sum(total);
 }
 
-template <typename Storage, typename Table, typename Shape, bool kSumSquares>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    scan_kernel(const GradScanArguments<Table> __grid_constant__ arguments) {
+template <typename Storage, bool kSumSquares>
+__global__ void __launch_bounds__(kThreads, GradientShape::kBlocks)
+    scan_kernel(const GradScanArguments __grid_constant__ arguments) {
   const GradScanOutputs& outputs = arguments.outputs;
   if (blockIdx.x == 0 && threadIdx.x == 0 && StepDecision::read({arguments.grad_scale}).skip) {
     atomicExch(outputs.found_inf, 1.0f);
   }
-  const GradientTile<Storage, Shape> tile(arguments.table);
+  const GradientTile<Storage> tile(arguments.table);
   double sum = 0.0;
   bool is_usual = false;  // all threads of the block have the same value
   if constexpr (kSumSquares) {
@@ -185,38 +168,34 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
   if constexpr (kSumSquares) {
     const SumScratch& scratch = arguments.scratch;
-    if (threadIdx.x == 0) {
-      scratch.tile_sums[blockIdx.x] = sum;
-      __threadfence();
-    }
     bool is_last = false;
     if (threadIdx.x == 0) {
-      is_last = atomicInc(scratch.block_counter, gridDim.x - 1) == gridDim.x - 1;
+      scratch.tile_sums[blockIdx.x] = sum;
+      is_last = count_block(scratch.block_counter) == gridDim.x - 1;
     }
     if (!__syncthreads_or(is_last)) return;
     __threadfence();
-    const double total = sum_of_tiles<Shape>(scratch.tile_sums, gridDim.x);
+    const double total = sum_of_tiles(scratch.tile_sums, gridDim.x);
     if (threadIdx.x == 0) *arguments.sum_of_squares += total;
   }
 }
 
-template <typename Table>
 struct MultiplyArguments {
-  Table table;
+  GradientTable table;
   MultiplyInputs inputs;
   GradScanOutputs outputs;
 };
 
-template <typename Storage, typename Table, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    multiply_kernel(const MultiplyArguments<Table> __grid_constant__ arguments) {
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, GradientShape::kBlocks)
+    multiply_kernel(const MultiplyArguments __grid_constant__ arguments) {
   using T = typename ComputeType<Storage>::type;
   const float factor = arguments.inputs.factor();
   const GradScanOutputs& outputs = arguments.outputs;
   if (factor == 1.0f && outputs.found_inf == nullptr) return;
   const bool bad_factor = blockIdx.x == 0 && threadIdx.x == 0 && !is_finite(factor);
   if (bad_factor && outputs.found_inf != nullptr) atomicExch(outputs.found_inf, 1.0f);
-  const GradientTile<Storage, Shape> tile(arguments.table);
+  const GradientTile<Storage> tile(arguments.table);
   bool found = false;
   tile.for_each([&](auto& pack, auto& in_place) {
 #pragma unroll
@@ -229,22 +208,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (outputs.found_inf != nullptr) report(found, tile.index, outputs);
 }
 
-template <typename Table>
 struct CountArguments {
-  Table table;
+  GradientTable table;
   unsigned long long* counts;  // [count], by the index of the tensor
 };
 
-template <typename Storage, typename Table, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    count_kernel(const CountArguments<Table> __grid_constant__ arguments) {
-  const GradientTile<Storage, Shape> tile(arguments.table);
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads, GradientShape::kBlocks)
+    count_kernel(const CountArguments __grid_constant__ arguments) {
+  const GradientTile<Storage> tile(arguments.table);
   unsigned found = 0;
   tile.for_each([&](const auto& pack, auto&) {
 #pragma unroll
     for (const auto value : pack.values) found += is_nonfinite(value) ? 1 : 0;
   });
-  const unsigned sum = block_sum<Shape>(found);
+  const unsigned sum = block_sum(found);
   if (threadIdx.x == 0 && sum != 0) {
     atomicAdd(arguments.counts + tile.index, static_cast<unsigned long long>(sum));
   }
@@ -253,20 +231,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Launches a kernel over the gradients of dtype Storage, with as many tables as they need. The
 // caller sets all fields of `arguments` except `table`. Sets is_launched[i], if not null, for each
 // gradient whose kernel was launched.
-template <typename Storage, typename Shape, typename Kernel, typename Arguments>
+template <typename Storage, typename Kernel, typename Arguments>
 int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t count,
                      Arguments& arguments, cudaStream_t stream, bool* is_launched = nullptr) {
   static_assert(sizeof(Arguments) <= kArgumentBytes);
-  auto& table = arguments.table;
-  int64_t in_table[std::decay_t<decltype(table)>::kCapacity];  // index of each tensor in all_args
+  GradientTable& table = arguments.table;
+  int64_t in_table[GradientTable::kCapacity];  // index of each tensor in all_args
   const auto flush = [&]() -> int {
-    const int error = launch(kernel, table.blocks(), Shape::kThreads, stream, arguments);
+    const int error = launch(kernel, table.blocks(), kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; is_launched != nullptr && k < table.count; ++k) is_launched[in_table[k]] = true;
-    table.clear(Shape::kTileSize);
+    table.clear(GradientShape::kTileSize);
     return 0;
   };
-  table.clear(Shape::kTileSize);
+  table.clear(GradientShape::kTileSize);
   for (int64_t i = 0; i < count; ++i) {
     if (all_args[i].grad_dtype != kDType<Storage>) continue;
     if (table.is_full()) {
@@ -276,23 +254,6 @@ int launch_gradients(Kernel kernel, const KernelTensorArgs* all_args, int64_t co
     table.pointers[0][table.add(all_args[i], all_args[i].group)] = all_args[i].grad;
   }
   return table.count > 0 ? flush() : 0;
-}
-
-// Scans the gradients of one dtype.
-template <typename Storage, typename Shape>
-int launch_scan(const GradScanLaunch& launch_of_all, const SumScratch& scratch,
-                cudaStream_t stream) {
-  GradScanArguments<GradientTable> arguments;
-  arguments.grad_scale = launch_of_all.grad_scale;
-  arguments.outputs = {launch_of_all.found_inf, launch_of_all.first_nonfinite};
-  arguments.sum_of_squares = launch_of_all.sum_of_squares;
-  arguments.scratch = scratch;
-  arguments.skip_nonfinite = launch_of_all.skip_nonfinite;
-  const auto kernel = launch_of_all.sum_of_squares != nullptr
-                          ? scan_kernel<Storage, GradientTable, Shape, true>
-                          : scan_kernel<Storage, GradientTable, Shape, false>;
-  return launch_gradients<Storage, Shape>(kernel, launch_of_all.all_args, launch_of_all.count,
-                                          arguments, stream);
 }
 
 }  // namespace amp_ext::cuda

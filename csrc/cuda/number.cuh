@@ -23,22 +23,29 @@ __device__ __forceinline__ void store_dithered(float value, uint32_t word, Half&
   stored.bits = static_cast<uint16_t>(dithered_to_half_bits(value, word));
 }
 
-// The numbers of one format in a tensor. `Values` holds numbers that a thread has loaded.
+template <typename Element, int kCount>
+__device__ __forceinline__ void store_pack(const Pack<Element, kCount>& pack, Element* elements,
+                                           int64_t index) {
+  pack_at<kCount>(elements, index) = pack;
+}
+
+// The numbers of one format in a tensor. `Values` holds numbers that a thread has loaded. A pack
+// has 16 / kLeastBytes elements.
 template <typename NumberFormat>
 struct Numbers;
 
-template <typename Storage>
-struct Numbers<Plain<Storage>> {
+// Base of the numbers of a format that has one array.
+template <typename NumberFormat, typename Element>
+struct OneArray {
   static constexpr int kPointers = 1;
-  static constexpr int kLeastBytes = sizeof(Storage);  // a pack has 16 / kLeastBytes elements
-  static constexpr bool kMayDither = sizeof(Storage) == 2;
+  static constexpr bool kMayDither = NumberFormat::kMayDither;
 
-  Storage* elements;
+  Element* elements;
 
   // `pointers` are the columns of a TensorTable, starting with the one for these numbers.
   template <int kCapacity>
-  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<Storage*>(pointers[0][tensor])};
+  __device__ static Numbers<NumberFormat> at(void* const (*pointers)[kCapacity], int tensor) {
+    return {{static_cast<Element*>(pointers[0][tensor])}};
   }
 
   __device__ int64_t elements_to_boundary(int64_t index) const {
@@ -54,6 +61,42 @@ struct Numbers<Plain<Storage>> {
   }
 
   template <int kCount>
+  __device__ auto load(int64_t index) const {
+    using Values = typename Numbers<NumberFormat>::template Values<kCount>;
+    return Values{pack_at<kCount>(elements, index)};
+  }
+  template <typename Values>
+  __device__ void store(const Values& values, int64_t index) const {
+    store_pack(values.pack, elements, index);
+  }
+};
+
+// Base of the numbers of a parameter that has float32 masters, or the residuals of split ones.
+template <typename NumberFormat, typename Element, typename MasterPart>
+struct TwoArrays {
+  static constexpr int kPointers = 2;
+  static constexpr bool kMayDither = NumberFormat::kMayDither;
+  static constexpr int kLeastBytes = sizeof(Element);  // with 1, packs of 16 elements would spill
+
+  Element* elements;
+  MasterPart* masters;
+
+  template <int kCapacity>
+  __device__ static Numbers<NumberFormat> at(void* const (*pointers)[kCapacity], int tensor) {
+    return {{static_cast<Element*>(pointers[0][tensor]),
+             static_cast<MasterPart*>(pointers[1][tensor])}};
+  }
+
+  __device__ bool is_at_boundary(int64_t index) const {
+    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(masters + index);
+  }
+};
+
+template <typename Storage>
+struct Numbers<Plain<Storage>> : OneArray<Plain<Storage>, Storage> {
+  static constexpr int kLeastBytes = sizeof(Storage);
+
+  template <int kCount>
   struct Values {
     Pack<Storage, kCount> pack;
 
@@ -62,46 +105,24 @@ struct Numbers<Plain<Storage>> {
     __device__ uint32_t unit(int i) const { return unit_below_root(bits_of(load(i))); }
     template <typename T>
     __device__ void store(T value, int i, const Rounding& rounding) {
-      if constexpr (kMayDither) {
+      if constexpr (Plain<Storage>::kMayDither) {
         if (rounding.dithers) return store_dithered(value, rounding.word, pack.values[i]);
       }
       cuda::store(static_cast<typename ComputeType<Storage>::type>(value), pack.values[i]);
     }
   };
-  template <int kCount>
-  __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(elements, index)};
-  }
-  template <int kCount>
-  __device__ void store(const Values<kCount>& values, int64_t index) const {
-    pack_at<kCount>(elements, index) = values.pack;
-  }
 };
 
+// The elements are written but never read.
 template <typename Storage>
-struct Numbers<Mastered<Storage>> {
-  static constexpr int kPointers = 2;
-  static constexpr int kLeastBytes = sizeof(Storage);
-  static constexpr bool kMayDither = false;
-
-  Storage* elements;  // parameters: written but never read
-  float* masters;
-
-  template <int kCapacity>
-  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<Storage*>(pointers[0][tensor]), static_cast<float*>(pointers[1][tensor])};
-  }
-
+struct Numbers<Mastered<Storage>> : TwoArrays<Mastered<Storage>, Storage, float> {
   __device__ int64_t elements_to_boundary(int64_t index) const {
-    return cuda::elements_to_boundary(elements + index);
-  }
-  __device__ bool is_at_boundary(int64_t index) const {
-    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(masters + index);
+    return cuda::elements_to_boundary(this->elements + index);
   }
 
   template <int kAhead>
   __device__ void prefetch(int64_t index, bool there) const {
-    cuda::prefetch<kAhead>(masters + index, there);
+    cuda::prefetch<kAhead>(this->masters + index, there);
   }
 
   template <int kCount>
@@ -117,45 +138,29 @@ struct Numbers<Mastered<Storage>> {
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t index) const {
-    Values<kCount> values;
-    values.pack = pack_at<kCount>(masters, index);
-    return values;
+    return {pack_at<kCount>(this->masters, index), {}};
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
-    pack_at<kCount>(masters, index) = values.pack;
-    pack_at<kCount>(elements, index) = values.rounded;
+    store_pack(values.pack, this->masters, index);
+    store_pack(values.rounded, this->elements, index);
   }
 };
 
 template <typename Storage, int kBits>
-struct Numbers<Split<Storage, kBits>> {
+struct Numbers<Split<Storage, kBits>>
+    : TwoArrays<Split<Storage, kBits>, Storage, typename Split<Storage, kBits>::Residual> {
   using Residual = typename Split<Storage, kBits>::Residual;
-  static constexpr int kPointers = 2;
-  static constexpr int kLeastBytes = sizeof(Storage);  // with 1, packs of 16 elements would spill
-  static constexpr bool kMayDither = kBits == 8;
   static constexpr bool kIsDifference = Split<Storage, kBits>::kIsDifference;
 
-  Storage* elements;
-  Residual* residuals;
-
-  template <int kCapacity>
-  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<Storage*>(pointers[0][tensor]),
-            static_cast<Residual*>(pointers[1][tensor])};
-  }
-
   __device__ int64_t elements_to_boundary(int64_t index) const {
-    return cuda::elements_to_boundary(residuals + index);
-  }
-  __device__ bool is_at_boundary(int64_t index) const {
-    return cuda::is_at_boundary(elements + index) && cuda::is_at_boundary(residuals + index);
+    return cuda::elements_to_boundary(this->masters + index);
   }
 
   template <int kAhead>
   __device__ void prefetch(int64_t index, bool there) const {
-    cuda::prefetch<kAhead>(elements + index, there);
-    cuda::prefetch<kAhead>(residuals + index, there);
+    cuda::prefetch<kAhead>(this->elements + index, there);
+    cuda::prefetch<kAhead>(this->masters + index, there);
   }
 
   template <int kCount>
@@ -188,36 +193,18 @@ struct Numbers<Split<Storage, kBits>> {
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(elements, index), pack_at<kCount>(residuals, index)};
+    return {pack_at<kCount>(this->elements, index), pack_at<kCount>(this->masters, index)};
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
-    pack_at<kCount>(elements, index) = values.pack;
-    pack_at<kCount>(residuals, index) = values.residuals;
+    store_pack(values.pack, this->elements, index);
+    store_pack(values.residuals, this->masters, index);
   }
 };
 
 template <>
-struct Numbers<Ratio> {
-  static constexpr int kPointers = 1;
+struct Numbers<Ratio> : OneArray<Ratio, uint8_t> {
   static constexpr int kLeastBytes = sizeof(float);  // with 1, packs of 16 elements would spill
-  static constexpr bool kMayDither = true;
-
-  uint8_t* codes;
-
-  template <int kCapacity>
-  __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<uint8_t*>(pointers[0][tensor])};
-  }
-
-  __device__ bool is_at_boundary(int64_t index) const {
-    return cuda::is_at_boundary(codes + index);
-  }
-
-  template <int kAhead>
-  __device__ void prefetch(int64_t index, bool there) const {
-    cuda::prefetch<kAhead>(codes + index, there);
-  }
 
   // `unit` is the unit of the stored second moment of the same element.
   template <int kCount>
@@ -232,38 +219,20 @@ struct Numbers<Ratio> {
           static_cast<uint8_t>(RatioCode::encode(value, unit, rounding.dithers, rounding.word));
     }
   };
-  template <int kCount>
-  __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(codes, index)};
-  }
-  template <int kCount>
-  __device__ void store(const Values<kCount>& values, int64_t index) const {
-    pack_at<kCount>(codes, index) = values.pack;
-  }
 };
 
 // Numbers in blocks. Neighbouring threads load and store the elements of a block together.
 template <typename Code>
-struct Numbers<Blockwise<Code>> {
+struct Numbers<Blockwise<Code>> : OneArray<Blockwise<Code>, uint8_t> {
   static constexpr int kPointers = 2;
   static constexpr int kLeastBytes = sizeof(float);
-  static constexpr bool kMayDither = true;
 
-  uint8_t* codes;
   uint8_t* exponents;
 
   template <int kCapacity>
   __device__ static Numbers at(void* const (*pointers)[kCapacity], int tensor) {
-    return {static_cast<uint8_t*>(pointers[0][tensor]), static_cast<uint8_t*>(pointers[1][tensor])};
-  }
-
-  __device__ bool is_at_boundary(int64_t index) const {
-    return cuda::is_at_boundary(codes + index);
-  }
-
-  template <int kAhead>
-  __device__ void prefetch(int64_t index, bool there) const {
-    cuda::prefetch<kAhead>(codes + index, there);
+    return {{static_cast<uint8_t*>(pointers[0][tensor])},
+            static_cast<uint8_t*>(pointers[1][tensor])};
   }
 
   template <int kCount>
@@ -308,12 +277,12 @@ struct Numbers<Blockwise<Code>> {
   };
   template <int kCount>
   __device__ Values<kCount> load(int64_t index) const {
-    return {pack_at<kCount>(codes, index), {exponents[index / kBlockSize]}};
+    return {pack_at<kCount>(this->elements, index), {exponents[index / kBlockSize]}};
   }
   template <int kCount>
   __device__ void store(const Values<kCount>& values, int64_t index) const {
     Pack<uint8_t, kCount> zeros{};
-    pack_at<kCount>(codes, index) = values.block.is_nan() ? zeros : values.pack;
+    store_pack(values.block.is_nan() ? zeros : values.pack, this->elements, index);
     if (index % kBlockSize == 0) {
       exponents[index / kBlockSize] = static_cast<uint8_t>(values.block.byte);
     }

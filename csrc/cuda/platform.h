@@ -36,16 +36,16 @@ int launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStrea
 }
 
 // Conversions of 16-bit numbers by the GPU's instructions; rounding is to nearest even.
-__device__ __forceinline__ float load_as_float(Half value) {
+__device__ __forceinline__ float load(Half value) {
   return __half2float(__ushort_as_half(value.bits));
 }
-__device__ __forceinline__ float load_as_float(BFloat16 value) {
+__device__ __forceinline__ float load(BFloat16 value) {
   return __bfloat162float(__ushort_as_bfloat16(value.bits));
 }
-__device__ __forceinline__ void store_float(float value, Half& stored) {
+__device__ __forceinline__ void store(float value, Half& stored) {
   stored.bits = __half_as_ushort(__float2half_rn(value));
 }
-__device__ __forceinline__ void store_float(float value, BFloat16& stored) {
+__device__ __forceinline__ void store(float value, BFloat16& stored) {
   stored.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
@@ -82,8 +82,8 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t first, uint32_t second
 __device__ __forceinline__ uint32_t two_bfloat16(float first, float second) {
 #if defined(AMP_EXT_CUDA_EMULATOR)
   BFloat16 pair[2];
-  store_float(first, pair[0]);
-  store_float(second, pair[1]);
+  store(first, pair[0]);
+  store(second, pair[1]);
   return pair[0].bits | (uint32_t{pair[1].bits} << 16);
 #else
   uint32_t result;

@@ -169,18 +169,14 @@ __device__ __forceinline__ void for_each_pack(int64_t begin, int64_t aligned, in
   for (i = packs_end + threadIdx.x; i < end; i += Shape::kThreads) visit(i, One(), One());
 }
 
-// Convert an element to the type of the computation and back.
+// Convert an element to the type of the computation and back, as those of platform.h do.
 __device__ __forceinline__ float load(float value) { return value; }
 __device__ __forceinline__ double load(double value) { return value; }
-__device__ __forceinline__ float load(Half value) { return load_as_float(value); }
-__device__ __forceinline__ float load(BFloat16 value) { return load_as_float(value); }
 
 template <typename T>
 __device__ __forceinline__ void store(T value, T& stored) {
   stored = value;
 }
-__device__ __forceinline__ void store(float value, Half& stored) { store_float(value, stored); }
-__device__ __forceinline__ void store(float value, BFloat16& stored) { store_float(value, stored); }
 
 // Counts this block as finished with reading memory that the last block overwrites. Returns how
 // many blocks were counted before.

@@ -144,11 +144,7 @@ class CpuEngine : public DeviceEngine {
       overflow |= found;
       if (update.counts != nullptr) count_flag(flag, found, *update.counts);
     }
-    const float scale_before = *update.state.scale;
-    update_loss_scale(update.hyperparameters, overflow, update.state);
-    if (update.counts != nullptr) {
-      count_update(overflow, scale_before, *update.state.scale, *update.counts);
-    }
+    update.run(overflow);
   }
 };
 

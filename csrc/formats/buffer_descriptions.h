@@ -9,17 +9,8 @@ namespace amp_ext {
 enum class Codes { kAll, kAllButRoots, kRatios };
 
 constexpr bool is_among(BufferCode code, Codes codes) {
-  switch (code) {
-    case BufferCode::kNone:
-      return false;
-    case BufferCode::kRatio:
-      return true;
-    case BufferCode::kRoot:
-      return codes == Codes::kAll;
-    case BufferCode::kMagnitude:
-      return codes != Codes::kRatios;
-  }
-  return false;
+  return code == BufferCode::kRatio || (code == BufferCode::kRoot && codes == Codes::kAll) ||
+         (code == BufferCode::kMagnitude && codes != Codes::kRatios);
 }
 
 // True if the format has an exponent for each block of elements.

@@ -82,7 +82,9 @@ struct RatioCode {
   // code per step, for example while gradients are 0.
   template <typename V, typename U>
   static AMP_EXT_INLINE U encode(V moment, U unit, bool dithers, U word) {
-    const U sum = sum_of(moment, unit);
+    // The bits of moment / unit + kOffset, with the magnitude of the moment.
+    const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
+    const U sum = bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
     const U added = select(dithers, word >> 19, U{} + 4096u);
     const U code = (((place_of(sum) + added) >> 13) & 0x7fu) | ((bits_of(moment) >> 24) & 0x80u);
     // NaN if the sum is inf or NaN, or negative because the unit is infinite.
@@ -99,12 +101,6 @@ struct RatioCode {
   }
 
  private:
-  // Returns the bits of moment / unit + kOffset, with the magnitude of the moment.
-  template <typename V, typename U>
-  static AMP_EXT_INLINE U sum_of(V moment, U unit) {
-    const V inverse = float_of(0x7f000000u - unit);  // -inf if the unit is inf
-    return bits_of(float_of(bits_of(moment) & 0x7fffffffu) * inverse + kOffset);
-  }
   // Returns the index in units of 2^-13. A dequantized value gets its old index with any dither.
   // `sum` is multiplied by 2^kPower.
   template <int kPower = 0, typename U>

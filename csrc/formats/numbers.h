@@ -29,10 +29,11 @@ constexpr BufferFormat format_of(BufferCode code) {
   return code == BufferCode::kRatio ? BufferFormat::kRatio8 : BufferFormat::kBlockwise8;
 }
 
-// Format of numbers in an array of Storage, rounded to nearest even.
+// Format of numbers in an array of Storage, rounded to nearest even or, with kMayDither, dithered.
 template <typename Storage>
 struct Plain {
   using Stored = Storage;
+  static constexpr bool kMayDither = sizeof(Storage) == 2;
   static constexpr Master kMaster = Master::kNone;
   static constexpr BufferFormat kFormat = format_of(kDType<Storage>);
 };
@@ -41,6 +42,7 @@ struct Plain {
 template <typename Storage>
 struct Mastered {
   using Stored = Storage;
+  static constexpr bool kMayDither = false;
   static constexpr Master kMaster = Master::kFloat32;
 };
 
@@ -49,6 +51,7 @@ template <typename Storage, int kBits>
 struct Split {
   using Stored = Storage;
   using Residual = std::conditional_t<kBits == 16, uint16_t, uint8_t>;
+  static constexpr bool kMayDither = kBits == 8;
   static constexpr Master kMaster = kBits == 16 ? Master::kResidual16 : Master::kResidual8;
   // True if the residual is the difference of master and parameter (SplitHalf16), false if it has
   // the lower bits of the master (SplitMaster).
@@ -57,6 +60,7 @@ struct Split {
 
 // First moments in 8 bits, as ratios to the square roots of the stored second moments.
 struct Ratio {
+  static constexpr bool kMayDither = true;
   static constexpr BufferFormat kFormat = BufferFormat::kRatio8;
 };
 
@@ -64,6 +68,7 @@ struct Ratio {
 template <typename MomentCode>
 struct Blockwise {
   using Code = MomentCode;
+  static constexpr bool kMayDither = true;
   static constexpr BufferFormat kFormat = BufferFormat::kBlockwise8;
 };
 

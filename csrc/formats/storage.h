@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "numeric.h"
 
@@ -49,26 +50,15 @@ void for_dtype(DType dtype, Function&& function) {
 // Type in which elements of a storage type are computed: double for double, else float.
 template <typename Storage>
 struct ComputeType {
-  using type = float;
-};
-template <>
-struct ComputeType<double> {
-  using type = double;
+  using type = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
 };
 
 // BitPattern is the unsigned integer with the size of an element. The bits of kExponentMask are all
 // set for inf and NaN.
 template <typename Storage>
 struct BitPattern {
-  using type = uint16_t;
-};
-template <>
-struct BitPattern<float> {
-  using type = uint32_t;
-};
-template <>
-struct BitPattern<double> {
-  using type = uint64_t;
+  using type = std::conditional_t<sizeof(Storage) == 2, uint16_t,
+                                  std::conditional_t<sizeof(Storage) == 4, uint32_t, uint64_t>>;
 };
 template <typename Storage>
 inline constexpr typename BitPattern<Storage>::type kExponentMask = 0;
@@ -80,6 +70,14 @@ template <>
 inline constexpr uint16_t kExponentMask<Half> = 0x7c00u;
 template <>
 inline constexpr uint16_t kExponentMask<BFloat16> = 0x7f80u;
+
+// True if a value is inf or NaN.
+template <typename Storage>
+AMP_EXT_INLINE bool is_nonfinite(Storage value) {
+  typename BitPattern<Storage>::type bits;
+  memcpy(&bits, &value, sizeof bits);
+  return (bits & kExponentMask<Storage>) == kExponentMask<Storage>;
+}
 
 AMP_EXT_INLINE uint32_t bits_of(float value) {
   uint32_t bits;
