@@ -1,5 +1,4 @@
 # Types of the compiled module. amp_ext.ops documents the functions.
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +16,7 @@ class FormulaNames:  # names of one optimizer
     buffers: tuple[BufferDescription, ...]
 
 class Shard:  # what a step needs to know of a parameter that may be a DTensor
-    def __init__(
-        self,
-        partition: int,  # which sums of squares are added over the same ranks
-        global_offset: int,  # of the local shard's first element in the full tensor
-        is_dtensor: bool,
-        has_blocks: bool,  # whether moments of the full tensor can be quantized in blocks
-        grad: Tensor | None,
-        version: int,  # of the DTensor; its shard has another one
-        grad_version: int,
-    ) -> None: ...
+    def __init__(self, *fields: Any, **named: Any) -> None: ...
 
 class CompiledStepper:  # half of amp_ext.optim.stepper.Stepper, see csrc/python/stepper.h
     grad_norm: Tensor | None  # [] float32, norm of all gradients at the last step
@@ -35,64 +25,8 @@ class CompiledStepper:  # half of amp_ext.optim.stepper.Stepper, see csrc/python
     tracks_step_applied: bool
     progress: str  # how many parameters a failed step has updated: "3 of 8 parameters"; or ""
     def __init__(self, optimizer: str, hyperparameters: str) -> None: ...
-    # Returns how many parameters had a gradient. Or, if nothing was done, a list: the places
-    # (group, index) of parameters whose states must be completed first; an empty list if options or
-    # parameters can't be read.
-    def step(
-        self,
-        state: dict[Any, Any],
-        param_groups: list[dict[str, Any]],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        sum_of_squares: Tensor | None,
-        max_norm: Tensor | None,
-        is_of_scaler: bool,
-        params: Sequence[Tensor] | None = None,
-        shards: Sequence[Shard] = (),
-        trusts_states: bool = False,
-    ) -> int | list[tuple[int, int]]: ...
-    # Returns None if options or parameters can't be read.
-    def scan(
-        self,
-        param_groups: list[dict[str, Any]],
-        params: Sequence[Tensor] | None,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-        sums_squares: bool,
-        shards: Sequence[Shard] = (),
-    ) -> list[tuple[Tensor, Tensor, int, Tensor | None]] | None: ...
-    def gradients_were_written(
-        self, param_groups: list[dict[str, Any]], shards: Sequence[Shard] = ()
-    ) -> bool: ...
-    def check_grads(
-        self,
-        param_groups: list[dict[str, Any]],
-        is_of_scaler: bool,
-        shards: Sequence[Shard] = (),
-        params: Sequence[Tensor] | None = None,
-    ) -> None: ...
-    def mark_scaled(
-        self, param_groups: list[dict[str, Any]], shards: Sequence[Shard] = ()
-    ) -> None: ...
-    def forget_scan(self) -> None: ...
-    def forget_masters(self) -> None: ...  # to which values float32 masters were rounded
-
-# Returns how many buffers a group has, and whether the formula and dithering count steps.
-def state_needs(hyperparameters: str, group: dict[str, Any]) -> tuple[int, bool, bool]: ...
-
-# Returns (found_inf, first_nonfinite) for each device, or None if kernels can't read one.
-def scan_grads(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    found_inf: Tensor,
-    scale: Tensor | None,  # counts as an overflow if it has no finite inverse
-    inv_scale: Tensor | None,  # multiplies the gradients; then `scale` is not read
-    allow_fp16: bool,
-) -> list[tuple[Tensor, Tensor]] | None: ...
-
-# Returns what identifies the version counter of a tensor, which views share.
-def version_counter_of(tensor: Tensor) -> int: ...
+    def __getattr__(self, name: str) -> Any: ...
 
 # Stands for the descriptions of optimizers and all functions, whose signatures amp_ext.ops has.
-# Only update_scale_ takes more arguments here, see csrc/python/scaler.cpp.
+# Others are in csrc/python: scan_grads, update_scale_ with more arguments, state_needs.
 def __getattr__(name: str) -> Any: ...
