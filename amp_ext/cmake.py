@@ -33,20 +33,16 @@ def folder() -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the folder. Returns the exit code: 0, or 1 if the library was not built."""
-    _parser().parse_args(arguments)
+    argparse.ArgumentParser(
+        prog="python -m amp_ext.cmake",
+        description="Prints the folder that amp_ext_DIR names for find_package(amp_ext).",
+    ).parse_args(arguments)
     try:
         print(folder())
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog="python -m amp_ext.cmake",
-        description="Prints the folder that amp_ext_DIR names for find_package(amp_ext).",
-    )
 
 
 if __name__ == "__main__":

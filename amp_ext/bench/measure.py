@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -90,22 +91,21 @@ def measure_row(
         step()  # creates the optimizer states
     stored, moved = bytes_of(work, programs["ours"])
     steps |= {} if shapes.many_small else {"streaming": streaming[0]}
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    least = dict.fromkeys(steps, math.inf)
     for turn in range(ROUNDS):  # alternates the order: clock changes then affect all sides alike
         for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
-            times[name] += run(steps[name])
-    least = {name: min(seconds) for name, seconds in times.items()}
+            least[name] = min(least[name], *run(steps[name]))
     stream = least.pop("streaming", None)
     speed = None if stream is None else 1e-9 * streaming[1] / stream
-    per_element = {side: 1e9 * seconds / shapes.elements for side, seconds in least.items()}
-    figures = {
-        side: {
+    figures = {}
+    for side, seconds in least.items():
+        per_element = 1e9 * seconds / shapes.elements
+        share = moved / per_element / speed if speed else None
+        figures[side] = {
             "seconds": seconds,
-            "ns_per_element": per_element[side],
-            "share_of_streaming": moved / per_element[side] / speed if speed else None,
+            "ns_per_element": per_element,
+            "share_of_streaming": share,
         }
-        for side, seconds in least.items()
-    }
     return {
         "work": work.name,
         "shapes": shapes.name,

@@ -9,7 +9,6 @@ python -m amp_ext.memory 30B --offloaded               # if the states are in ho
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from amp_ext.memory import NOT_COUNTED, OPTIMIZERS, training_memory
@@ -18,8 +17,8 @@ from amp_ext.text_table import format_table
 _PARTS = ("parameters", "masters", "gradients", "states", "total")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table and returns the exit code. Exits with code 2 if the input is invalid."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table. Exits with code 2 if the input is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_ext.memory",
         description="Shows the memory that training takes: parameters, masters, gradients and "
@@ -49,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append([usage.configuration.name, *cells, each, given])
     print(format_table(rows, left=(0, len(rows[0]) - 1)))
     print(f"\nNot counted: {'; '.join(NOT_COUNTED)}.")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

