@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -23,6 +23,22 @@ def check_is_dict(operation: str, state_dict: Any) -> None:
     if isinstance(state_dict, (str, os.PathLike)):
         got = f"{state_dict!r}: read the file with torch.load first"
     raise TypeError(f"{operation}: state_dict must be a dict, got {got}")
+
+
+def check_keys(
+    operation: str, wanted: Iterable[str], state_dict: Mapping[Any, Any], name: str = "state_dict"
+) -> None:
+    """Raises KeyError if a dict lacks an entry.
+
+    Args:
+        operation: Name of the method that loads, with which errors begin.
+        wanted: The keys that must be present.
+        state_dict: The dict.
+        name: What errors call the dict.
+    """
+    for key in wanted:
+        if key not in state_dict:
+            raise KeyError(f"{operation}: {name} must have {key!r}, got {first_keys(state_dict)}")
 
 
 def missing_entry(operation: str, name: str, state_dict: Mapping[Any, Any]) -> str:

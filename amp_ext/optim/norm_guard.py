@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.plain_numbers import is_number, numbers_on_host, plain
-from amp_ext.saved_dicts import check_is_dict, missing_entry
+from amp_ext.saved_dicts import check_is_dict, check_keys
 from amp_ext.sharding import check_process_group
 
 # Names of the numbers in the state tensor, in the order of csrc/judge_norm.h. "entered"
@@ -306,9 +306,7 @@ class NormGuard:
         """
         operation = "NormGuard.load_state_dict"
         check_is_dict(operation, state_dict)
-        for name in _SAVED:
-            if name not in state_dict:
-                raise KeyError(missing_entry(operation, name, state_dict))
+        check_keys(operation, _SAVED, state_dict)
         saved = {n: _checked(operation, n, state_dict[n], ValueError) for n in _SAVED}
         state = self._new_state(saved)
         self._read(wait=True)  # steps on other streams

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.state_store import masters_in
 from amp_ext.params import params_of
 from amp_ext.plain_numbers import is_count, is_number, plain
-from amp_ext.saved_dicts import check_is_dict
+from amp_ext.saved_dicts import check_is_dict, check_keys
 from amp_ext.sharding import (
     any_dtensors,
     global_offset,
@@ -370,7 +370,7 @@ class WeightAverage:
         assert model is not None
         state = model.state_dict()
         names = dict(zip(_bare(state), state, strict=True))
-        _check_keys(f"{operation}: state_dict() of model", names, averages)
+        check_keys(operation, averages, names, "state_dict() of model")
         named = {names[name]: average for name, average in averages.items()}
         entries = {"module." + name: named.get(name, each) for name, each in state.items()}
         return {"n_averaged": self.n_averaged, **entries}
@@ -431,10 +431,10 @@ class WeightAverage:
         if any(name.startswith("module.") for name in saved):  # a file of AveragedModel
             saved, wanted = _bare(saved), self._by_name(operation)
             names = {id(each): name for name, each in _bare(_tensors_of(self.model)).items()}
-            _check_keys(f"{operation}: state_dict", saved, [*wanted, "n_averaged"])
+            check_keys(operation, [*wanted, "n_averaged"], saved)
             saved["averages"] = [saved[names[id(param)]] for param in self._averages]
             saved["steps"] = operator.index(saved["n_averaged"]) * self.every
-        _check_keys(f"{operation}: state_dict", saved, ["averages", "steps", "n_averaged"])
+        check_keys(operation, ("averages", "steps", "n_averaged"), saved)
         steps, n_averaged = operator.index(saved["steps"]), operator.index(saved["n_averaged"])
         joined = {[*self._averages][index] for index in saved.get("joined", ())}
         if not 0 <= n_averaged <= steps or len(saved["averages"]) != len(ours):
@@ -519,12 +519,6 @@ def _forget_copies(model: nn.Module | None) -> None:
     for module in () if model is None else model.modules():
         if isinstance(module, sharded):
             module.reshard()
-
-
-def _check_keys(name: str, mapping: Mapping[str, Any], wanted: Iterable[str]) -> None:
-    missing = [key for key in wanted if key not in mapping]
-    if missing:
-        raise KeyError(f"{name} must have {missing[:8]}, got {[*mapping][:8]}")
 
 
 def _check_layout(name: str, wanted: Any, got: Any, is_whole: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from amp_ext.plain_numbers import is_number, plain, with_plain_numbers
-from amp_ext.saved_dicts import check_is_dict, missing_entry
+from amp_ext.saved_dicts import check_is_dict, check_keys
 
 
 class WeightDecayScheduler(ABC):
@@ -94,9 +94,7 @@ class WeightDecayScheduler(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of all attributes except the optimizer, for ``torch.save``."""
-        saved = {
-            name: value for name, value in self.__dict__.items() if name not in self._not_saved
-        }
+        saved = {n: v for n, v in self.__dict__.items() if n not in self._not_saved}
         copied: dict[str, Any] = with_plain_numbers(copy.deepcopy(saved))
         return copied
 
@@ -116,12 +114,8 @@ class WeightDecayScheduler(ABC):
         """
         operation = f"{type(self).__name__}.load_state_dict"
         check_is_dict(operation, state_dict)
-        for name in self.__dict__:
-            if name not in self._not_saved and name not in state_dict:
-                raise KeyError(missing_entry(operation, name, state_dict))
-        loaded = copy.deepcopy(
-            {name: value for name, value in state_dict.items() if name not in self._not_saved}
-        )
+        check_keys(operation, (n for n in self.__dict__ if n not in self._not_saved), state_dict)
+        loaded = copy.deepcopy({n: v for n, v in state_dict.items() if n not in self._not_saved})
         epoch = loaded["last_epoch"]
         if not isinstance(epoch, int) or epoch < 0:
             raise ValueError(f"{operation}: last_epoch must be an int of at least 0, got {epoch!r}")

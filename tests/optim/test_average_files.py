@@ -171,7 +171,7 @@ def test_a_load_takes_all_or_nothing(device):
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             average.load_state_dict({**saved, name: wrong})
-    with pytest.raises(KeyError, match=r"state_dict must have \['steps', 'n_averaged'\]"):
+    with pytest.raises(KeyError, match="state_dict must have 'steps', got"):
         average.load_state_dict({"averages": []})
     with pytest.raises(TypeError, match="state_dict must be a dict, got list"):
         average.load_state_dict([1])
