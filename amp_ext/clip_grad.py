@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable
 from types import GeneratorType
@@ -66,8 +65,8 @@ def clip_grad_norm_(
             by_device.setdefault(grad.device, []).append(grad)
             ours &= type(grad) is Tensor and not grad.is_sparse and grad.is_floating_point()
     ours &= all(device.type in ("cpu", "cuda") for device in by_device)
-    some_in_float64 = any(map(_is_float64, itertools.chain.from_iterable(by_device.values())))
-    dtype = torch.float64 if some_in_float64 else torch.float32
+    dtypes = {grad.dtype for grads in by_device.values() for grad in grads}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     if total_norm is None:
         if norm_type != 2.0 or not ours or not by_device:
             return torch.nn.utils.clip_grad_norm_(
@@ -93,12 +92,8 @@ def clip_grad_norm_(
     if ours:
         for device, grads in by_device.items():
             norm = to_device(total_norm, device)
-            norm = norm if _is_float64(norm) else norm.float()
+            norm = norm if norm.dtype == torch.float64 else norm.float()
             ops.clip_grads_(grads, norm, max_norm=float(max_norm))
     else:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     return total_norm
-
-
-def _is_float64(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.float64

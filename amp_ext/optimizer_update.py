@@ -35,13 +35,6 @@ class OptimizerWorkspace:
     def __init__(self) -> None:
         self.grad_norm: Tensor | None = None
 
-    def _grad_norm_on(self, device: torch.device) -> Tensor:
-        """Returns memory for the norm; the caller stores it in ``grad_norm`` after the update."""
-        if self.grad_norm is None or self.grad_norm.device != device:
-            with outside_inference_mode():
-                return torch.zeros((), dtype=torch.float32, device=device)
-        return self.grad_norm
-
 
 def optimizer_update_(
     optimizer_type: OptimizerType,
@@ -123,7 +116,10 @@ def optimizer_update_(
     workspace = workspace or OptimizerWorkspace()
     grad_norm = None
     if max_grad_norm is not None and len(params) > 0:
-        grad_norm = workspace._grad_norm_on(params[0].device)
+        grad_norm, device = workspace.grad_norm, params[0].device
+        if grad_norm is None or grad_norm.device != device:
+            with outside_inference_mode():
+                grad_norm = torch.zeros((), dtype=torch.float32, device=device)
     common: dict[str, Any] = {
         "params": params,
         "grads": grads,

@@ -49,6 +49,11 @@ def name_of_param(optimizer: torch.optim.Optimizer | None, index: int) -> str:
     return names[index] if index < len(names) else ""
 
 
+def name_in_groups(optimizer: torch.optim.Optimizer, param: Tensor) -> str:
+    """Returns the name of a parameter of an optimizer, see :func:`name_of_param`."""
+    return name_of_param(optimizer, [*map(id, params_of(optimizer))].index(id(param)))
+
+
 def names_of_params(optimizer: torch.optim.Optimizer) -> list[str]:
     """Returns the name of each parameter, or its position, in the order of the groups."""
     groups = optimizer.param_groups

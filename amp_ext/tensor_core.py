@@ -88,7 +88,16 @@ def tensor_core_advice(model: nn.Module) -> list[Advice]:
             f"tensor_core_advice: model must be a torch.nn.Module, got {type(model).__name__}. "
             "Build the model of a configuration under torch.device('meta')."
         )
-    vocabulary = _vocabulary(model)
+    # The vocabulary. Embedding tables that are small or square hold token types or positions.
+    tables = {
+        (each.embedding_dim, each.num_embeddings)
+        for each in model.modules()
+        if isinstance(each, _EMBEDDINGS)
+        and each.num_embeddings >= VOCABULARY_MULTIPLE
+        and each.num_embeddings != each.embedding_dim
+    }
+    outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
+    vocabulary = max((number for _, number in tables & outputs or tables), default=0)
     # Maps the width of attention layers to the least common multiple of their numbers of heads.
     heads: dict[int, int] = {}
     parts: set[nn.Module] = set()
@@ -116,19 +125,3 @@ def tensor_core_advice(model: nn.Module) -> list[Advice]:
         Advice(all_of[0] if len(all_of) == 1 else name, len(all_of), size, n, size + -size % n)
         for (name, size, n), all_of in found.items()
     ]
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """Returns the size of the vocabulary, or 0 if there is none.
-
-    Ignores embedding tables that are small or square, because they hold token types or positions.
-    """
-    tables = {
-        (each.embedding_dim, each.num_embeddings)
-        for each in model.modules()
-        if isinstance(each, _EMBEDDINGS)
-        and each.num_embeddings >= VOCABULARY_MULTIPLE
-        and each.num_embeddings != each.embedding_dim
-    }
-    outputs = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)}
-    return max((number for _, number in tables & outputs or tables), default=0)

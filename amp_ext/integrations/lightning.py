@@ -20,7 +20,18 @@ _FabricPlugin: Any = _lightning.fabric.plugins.MixedPrecision
 __all__ = ["FabricMixedPrecision", "MixedPrecision"]
 
 
-class MixedPrecision(_TrainerPlugin):
+class _WithScaler:
+    """Has the constructor of both plugins, which creates a scaler if none is given."""
+
+    def __init__(
+        self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
+    ) -> None:
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)  # type: ignore[call-arg]
+
+
+class MixedPrecision(_WithScaler, _TrainerPlugin):
     """``lightning.pytorch.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
     Lightning's plugin refuses ``gradient_clip_val`` with optimizers that unscale gradients inside
@@ -36,12 +47,6 @@ class MixedPrecision(_TrainerPlugin):
     Raises:
         MisconfigurationException: If a scaler is given for "bf16-mixed".
     """
-
-    def __init__(
-        self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
-    ) -> None:
-        """Creates a scaler if none is given."""
-        super().__init__(precision, device, _scaler_for(precision, device, scaler))
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, *options: Any, **named: Any
@@ -59,7 +64,7 @@ class MixedPrecision(_TrainerPlugin):
         super(_TrainerPlugin, self).clip_gradients(optimizer, clip_val, *options, **named)
 
 
-class FabricMixedPrecision(_FabricPlugin):
+class FabricMixedPrecision(_WithScaler, _FabricPlugin):
     """``lightning.fabric.plugins.MixedPrecision`` with our scaler; can clip for any optimizer.
 
     Pass ``error_if_nonfinite=False`` to ``fabric.clip_gradients``, so that the scaler can skip a
@@ -76,12 +81,6 @@ class FabricMixedPrecision(_FabricPlugin):
         ValueError: If a scaler is given for "bf16-mixed".
     """
 
-    def __init__(
-        self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
-    ) -> None:
-        """Creates a scaler if none is given."""
-        super().__init__(precision, device, _scaler_for(precision, device, scaler))
-
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscales the gradients of an optimizer before Fabric clips them.
 
@@ -89,10 +88,6 @@ class FabricMixedPrecision(_FabricPlugin):
             optimizer: The optimizer.
         """
         _unscale_once(self.scaler, optimizer)
-
-
-def _scaler_for(precision: str, device: str, scaler: Any) -> Any:
-    return GradScaler(device) if scaler is None and precision == "16-mixed" else scaler
 
 
 def _unscale_once(scaler: Any, optimizer: Any) -> None:

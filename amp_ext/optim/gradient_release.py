@@ -20,7 +20,7 @@ from amp_ext.amp_protocol import ScanResult, to_device
 from amp_ext.inference_mode import outside_inference_mode
 from amp_ext.optim.fused_optimizer import FusedOptimizer
 from amp_ext.optim.grad_norms import norms_of_grads
-from amp_ext.params import name_of_param, params_of
+from amp_ext.params import name_in_groups, params_of
 from amp_ext.sharding import is_dtensor, is_flattened
 
 _WRONG_SCALER = (
@@ -128,7 +128,7 @@ class _Hook:
         return owner is not None and any(each is param for each in params_of(owner))
 
 
-class GradientRelease:
+class GradientRelease(contextlib.AbstractContextManager["GradientRelease"]):
     """The handle from :func:`release_gradients`."""
 
     def __init__(self, optimizer: FusedOptimizer, scaler: Any, are_different: bool) -> None:
@@ -169,10 +169,6 @@ class GradientRelease:
             self.give_up()
             optimizer.gradient_release = None
 
-    def __enter__(self) -> GradientRelease:
-        """Returns the handle; leaving the context calls :meth:`remove`."""
-        return self
-
     def __exit__(self, *_: Any) -> None:
         """Calls :meth:`remove`."""
         self.remove()
@@ -209,7 +205,7 @@ class GradientRelease:
             self._begin(optimizer)
         if param in self._stepped:
             raise RuntimeError(
-                f"{self._name}: {self._name_of(param)} got another gradient after "
+                f"{self._name}: {name_in_groups(self._owner, param)} got another gradient after "
                 f"{self._progress()} had been stepped in this iteration. Run all but its last "
                 "backward() inside release.paused(). End an iteration with step() (with a scaler, "
                 "update()), or with optimizer.zero_grad() if its batch is given up."
@@ -280,10 +276,6 @@ class GradientRelease:
     def _progress(self) -> str:
         return f"{len(self._stepped)} of {len(params_of(self._owner))} parameters"
 
-    def _name_of(self, param: Tensor) -> str:
-        params = params_of(self._owner)
-        return name_of_param(self._owner, [*map(id, params)].index(id(param)))
-
     # The optimizer and the scaler call the methods below.
 
     @outside_inference_mode()
@@ -333,18 +325,14 @@ class GradientRelease:
         if applied is not None and self._stepped:
             skipped = [to_device(flag, applied.device) for flag in scan.found_infs.values()]
             applied.copy_(sum(skipped, torch.zeros_like(applied)) == 0)
-        optimizer._stepper.grad_norms = self._norms(optimizer)
-        optimizer._stepper.normed_params = params_of(optimizer)
+        params = params_of(optimizer)
+        optimizer._stepper.grad_norms, optimizer._stepper.normed_params = None, params
+        if optimizer.track_grad_norms and params:
+            norms = [self._stepped.get(param) for param in params]
+            found = [None if norm is None else _on_current_stream(norm) for norm in norms]
+            # The norm of a norm is the norm.
+            optimizer._stepper.grad_norms = norms_of_grads(found, None, params[0].device)
         self._stepped = {}
-
-    def _norms(self, optimizer: FusedOptimizer) -> Tensor | None:
-        """Returns the norms of the gradients of this iteration, if norms are tracked."""
-        params = params_of(optimizer) if optimizer.track_grad_norms else []
-        if not params:
-            return None
-        norms = [self._stepped.get(param) for param in params]
-        found = [None if norm is None else _on_current_stream(norm) for norm in norms]
-        return norms_of_grads(found, None, params[0].device)  # the norm of a norm is the norm
 
     def give_up(self) -> None:
         """Ends an iteration whose batch is given up, and warns if parameters were stepped."""
@@ -435,7 +423,7 @@ class GradientRelease:
         }
         for why, is_wrong in refused.items():
             if is_wrong:
-                name = self._name_of(param)
+                name = name_in_groups(self._owner, param)
                 raise RuntimeError(
                     f"{self._name}: the gradient of {name} can't be released: {why}."
                 )

@@ -24,7 +24,7 @@ from amp_ext.optim.muon import Muon
 from amp_ext.optim.state_bytes import MASTER_BYTES
 from amp_ext.optim.state_store import PlacedParam
 from amp_ext.optim.transport import Transport, available_host_memory
-from amp_ext.params import name_of_param, params_of
+from amp_ext.params import name_in_groups, params_of
 from amp_ext.plain_numbers import is_count
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
@@ -157,7 +157,7 @@ Grads = list[tuple[HostCopy, Tensor]]  # gradients, and the copies of their para
 Step = Callable[[list[Tensor]], Any]  # steps host copies that have their gradients
 
 
-class OffloadedStates:
+class OffloadedStates(contextlib.AbstractContextManager["OffloadedStates"]):
     """The handle from :func:`offload_states`.
 
     An inner optimizer of the same class has the host copies as parameters, and takes the steps.
@@ -213,10 +213,6 @@ class OffloadedStates:
         # These attributes refer to the host memory.
         del self.inner, self._hosts, self._buffers
 
-    def __enter__(self) -> OffloadedStates:
-        """Returns the handle; leaving the context calls :meth:`remove`."""
-        return self
-
     def __exit__(self, *_: Any) -> None:
         """Calls :meth:`remove`."""
         self.remove()
@@ -231,7 +227,8 @@ class OffloadedStates:
             state = optimizer.state.get(param, {})
             state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor)})
         optimizer.offload = offload
-        self._move_averages(optimizer)
+        for average in optimizer._stepper.weight_averages:
+            average.move_to_states()
 
     # The inner optimizer.
 
@@ -305,11 +302,8 @@ class OffloadedStates:
                 increment_version([host.tensor, host.local])
         self._hosts = hosts
         if new and optimizer.offload is self:
-            self._move_averages(optimizer)
-
-    def _move_averages(self, optimizer: FusedOptimizer) -> None:
-        for average in optimizer._stepper.weight_averages:
-            average.move_to_states()
+            for average in optimizer._stepper.weight_averages:
+                average.move_to_states()
 
     def _share_states(self) -> None:
         """Gives the optimizer the states that the inner optimizer has created."""
@@ -430,8 +424,7 @@ class OffloadedStates:
         """Returns the gradient of this rank's shard, laid out in memory as the parameter."""
         grad: Any = local_grad(host.param, f"{self._name}.step: grad of a parameter")
         if grad.stride() != host.local.stride():
-            empty = torch.empty_like(host.local, dtype=grad.dtype, device=grad.device)
-            grad = empty.copy_(grad)
+            grad = torch.empty_like(host.local, dtype=grad.dtype, device=grad.device).copy_(grad)
         self._reserve(_aligned_bytes(grad))
         return grad
 
@@ -502,12 +495,11 @@ class OffloadedStates:
             now = host.now()
             writes = (now[2] - host.seen[2]) // len(host.counted())
             if now[:2] != host.seen[:2] or writes > steps[counter]:
-                optimizer = self._optimizer()
-                index = [*map(id, params_of(optimizer))].index(id(host.param))
+                name = name_in_groups(self._optimizer(), host.param)
                 raise RuntimeError(
-                    f"{self._name}: param of {name_of_param(optimizer, index)} was written after "
-                    "its gradient was released, before step() had copied it back. Write "
-                    "parameters after step() or zero_grad()."
+                    f"{self._name}: param of {name} was written after its gradient was released, "
+                    "before step() had copied it back. Write parameters after step() or "
+                    "zero_grad()."
                 )
             host.seen = now
 

@@ -111,14 +111,12 @@ def available_host_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    for folder, limit, used in (
+        (_CGROUP, "memory.max", "memory.current"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):  # "max" is not a number
-            pages = dict(line.split() for line in (_CGROUP / cache).read_text().splitlines())
-            cached = int(pages.get("inactive_file", 0))
-            found.append(
-                int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()) + cached
-            )
+            pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            found.append(left + int(pages.get("inactive_file", 0)))
     return min(found) if found else None

@@ -25,7 +25,7 @@ from amp_ext.params import params_of
 from amp_ext.plain_numbers import with_plain_numbers
 from amp_ext.scaler import GradScaler
 from amp_ext.sharding import is_dtensor
-from amp_ext.training.config import MixedPrecisionConfig, create_fp16_grad_scaler
+from amp_ext.training.config import MixedPrecisionConfig
 
 Scheduler = LRScheduler | WeightDecayScheduler
 
@@ -144,9 +144,7 @@ class MixedPrecisionTrainer:
         if scaler is None and config.precision == "fp16":
             names = ("growth_factor", "backoff_factor", "growth_interval", "min_scale")
             options = {name: getattr(config, name) for name in names}
-            scaler = create_fp16_grad_scaler(
-                self._device, init_scale=config.initial_loss_scale, **options
-            )
+            scaler = GradScaler(self._device.type, config.initial_loss_scale, **options)
         elif scaler is not None and not scaler.is_enabled():
             raise ValueError("MixedPrecisionTrainer: scaler must be enabled, got a disabled one")
         self._fused: Any = optimizer if isinstance(optimizer, FusedOptimizer) else None
@@ -260,7 +258,8 @@ class MixedPrecisionTrainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def _compute_loss(self, inputs: Any, targets: Any) -> Tensor:
-        with self._autocast(self._mixed and not self._in_16_bits):
+        kind, dtype = self._device.type, self.config.dtype
+        with torch.autocast(kind, dtype, enabled=self._mixed and not self._in_16_bits):
             if isinstance(inputs, Mapping):
                 output = self.model(**{name: self._cast(value) for name, value in inputs.items()})
             else:
@@ -274,7 +273,7 @@ class MixedPrecisionTrainer:
             elif loss is output and isinstance(output, (tuple, list)) and output:
                 loss = output[0]
         else:
-            with self._autocast(self._mixed):
+            with torch.autocast(kind, dtype, enabled=self._mixed):
                 loss = self.loss_function(output, *([] if targets is None else [targets]))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
@@ -282,9 +281,6 @@ class MixedPrecisionTrainer:
                 f"one number, got {getattr(loss, 'shape', type(loss).__name__)}"
             )
         return loss.reshape(())
-
-    def _autocast(self, enabled: bool) -> torch.autocast:
-        return torch.autocast(self._device.type, self.config.dtype, enabled=enabled)
 
     def _cast(self, value: Any) -> Any:
         """Converts a floating-point input if all of the model's parameters are in 16 bits."""
