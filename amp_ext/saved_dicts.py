@@ -25,20 +25,17 @@ def check_is_dict(operation: str, state_dict: Any) -> None:
     raise TypeError(f"{operation}: state_dict must be a dict, got {got}")
 
 
-def check_keys(
-    operation: str, wanted: Iterable[str], state_dict: Mapping[Any, Any], name: str = "state_dict"
-) -> None:
+def check_keys(name: str, wanted: Iterable[str], mapping: Mapping[Any, Any]) -> None:
     """Raises KeyError if a dict lacks an entry.
 
     Args:
-        operation: Name of the method that loads, with which errors begin.
+        name: The operation and the dict, with which errors begin.
         wanted: The keys that must be present.
-        state_dict: The dict.
-        name: What errors call the dict.
+        mapping: The dict.
     """
     for key in wanted:
-        if key not in state_dict:
-            raise KeyError(f"{operation}: {name} must have {key!r}, got {first_keys(state_dict)}")
+        if key not in mapping:
+            raise KeyError(f"{name} must have {key!r}, got {first_keys(mapping)}")
 
 
 def missing_entry(operation: str, name: str, state_dict: Mapping[Any, Any]) -> str:

@@ -6,7 +6,7 @@ The sizes are exact and count the tensors that persist between steps, without :d
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -81,9 +81,8 @@ class Configuration:
     @property
     def options(self) -> str:
         """The keyword arguments for amp_ext's optimizers, as Python source."""
-        names = {"master_weights": True, "state_dtype": torch.float32}
-        given = {name: getattr(self, name) for name in names}
-        return ", ".join(f"{n}={v!r}" for n, v in given.items() if v != names[n])
+        given = ((each, getattr(self, each.name)) for each in fields(self)[2:])
+        return ", ".join(f"{each.name}={v!r}" for each, v in given if v != each.default)
 
 
 _STATE_NAMES = {None: "16-bit", torch.float32: "fp32", torch.bfloat16: "bf16"}

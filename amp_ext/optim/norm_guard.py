@@ -306,7 +306,7 @@ class NormGuard:
         """
         operation = "NormGuard.load_state_dict"
         check_is_dict(operation, state_dict)
-        check_keys(operation, _SAVED, state_dict)
+        check_keys(f"{operation}: state_dict", _SAVED, state_dict)
         saved = {n: _checked(operation, n, state_dict[n], ValueError) for n in _SAVED}
         state = self._new_state(saved)
         self._read(wait=True)  # steps on other streams

@@ -28,9 +28,6 @@ from amp_ext.params import name_in_groups, params_of
 from amp_ext.plain_numbers import is_count
 from amp_ext.sharding import is_dtensor, is_flattened, local_grad, local_tensor
 
-#: Bytes of gradients that are copied and stepped together. A larger gradient is a chunk of its own.
-CHUNK_BYTES = 32 << 20
-
 
 def offload_states(
     optimizer: FusedOptimizer,
@@ -169,7 +166,7 @@ class OffloadedStates(contextlib.AbstractContextManager["OffloadedStates"]):
         optimizer: FusedOptimizer,
         transport: Transport,
         threads: int | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = 32 << 20,
     ) -> None:
         """Moves the states that exist.
 
@@ -177,7 +174,8 @@ class OffloadedStates(contextlib.AbstractContextManager["OffloadedStates"]):
             optimizer: The optimizer.
             transport: Copies between the device of the parameters and the host.
             threads: As for :func:`offload_states`.
-            chunk_bytes: Bytes of gradients that are copied and stepped together.
+            chunk_bytes: Bytes of gradients that are copied and stepped together. A larger gradient
+                is a chunk of its own.
         """
         self._name = type(optimizer).__name__
         if optimizer.offload is not None:

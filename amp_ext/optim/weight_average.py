@@ -116,12 +116,11 @@ class WeightAverage:
         self.optimizer, self.decay, self.every = optimizer, decay, every
         self.dtype, self.model, self.warmup = dtype, model, warmup
         self._averages: dict[Tensor, Tensor] = {}  # this rank's shards, by parameter
-        self._joined: set[Tensor] = set()  # parameters whose averages start again after a step
         with outside_inference_mode():
             # The numbers of applied steps and of averages.
             self._counts = torch.zeros(2, dtype=torch.float64, device=optimizer._first_device())
         self._begin()
-        self._joined = set()
+        self._joined: set[Tensor] = set()  # parameters whose averages start again after a step
         if model is not None:
             self._by_name("WeightAverage")
         optimizer.track_step_applied()
@@ -370,7 +369,7 @@ class WeightAverage:
         assert model is not None
         state = model.state_dict()
         names = dict(zip(_bare(state), state, strict=True))
-        check_keys(operation, averages, names, "state_dict() of model")
+        check_keys(f"{operation}: state_dict() of model", averages, names)
         named = {names[name]: average for name, average in averages.items()}
         entries = {"module." + name: named.get(name, each) for name, each in state.items()}
         return {"n_averaged": self.n_averaged, **entries}
@@ -431,10 +430,10 @@ class WeightAverage:
         if any(name.startswith("module.") for name in saved):  # a file of AveragedModel
             saved, wanted = _bare(saved), self._by_name(operation)
             names = {id(each): name for name, each in _bare(_tensors_of(self.model)).items()}
-            check_keys(operation, [*wanted, "n_averaged"], saved)
+            check_keys(f"{operation}: state_dict", [*wanted, "n_averaged"], saved)
             saved["averages"] = [saved[names[id(param)]] for param in self._averages]
             saved["steps"] = operator.index(saved["n_averaged"]) * self.every
-        check_keys(operation, ("averages", "steps", "n_averaged"), saved)
+        check_keys(f"{operation}: state_dict", ("averages", "steps", "n_averaged"), saved)
         steps, n_averaged = operator.index(saved["steps"]), operator.index(saved["n_averaged"])
         joined = {[*self._averages][index] for index in saved.get("joined", ())}
         if not 0 <= n_averaged <= steps or len(saved["averages"]) != len(ours):

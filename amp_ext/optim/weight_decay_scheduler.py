@@ -114,7 +114,8 @@ class WeightDecayScheduler(ABC):
         """
         operation = f"{type(self).__name__}.load_state_dict"
         check_is_dict(operation, state_dict)
-        check_keys(operation, (n for n in self.__dict__ if n not in self._not_saved), state_dict)
+        wanted = (name for name in self.__dict__ if name not in self._not_saved)
+        check_keys(f"{operation}: state_dict", wanted, state_dict)
         loaded = copy.deepcopy({n: v for n, v in state_dict.items() if n not in self._not_saved})
         epoch = loaded["last_epoch"]
         if not isinstance(epoch, int) or epoch < 0:
