@@ -22,6 +22,7 @@ from harness.ranks import (
     clip_apart,
     collectives,
     fully_sharded,
+    norms_of_training,
     small_scaler,
 )
 from harness.reference import same_bits
@@ -120,6 +121,18 @@ def ddp_trains_as_in_one_process_and_keeps_its_gradients(rank: int) -> None:
             train(partial(ours("AdamW"), lr=0.05), clip=clip, clips_apart=0.1)
             train(partial(ours("AdamW"), **CLIPPING))
         assert sizes == []
+
+
+def ddp_steps_muon_alike_on_all_ranks(rank: int) -> None:
+    torch.manual_seed(0)
+    model, scaler = DistributedDataParallel(Model()), small_scaler()
+    before = model.module.first.weight.detach().clone()
+    groups = amp_ext.optim.param_groups_for_muon(model, lr=0.02, adamw={"lr": 0.05})
+    optimizer = amp_ext.optim.Muon(groups, max_grad_norm=0.1)
+    for _ in norms_of_training(model, optimizer, scaler, None, rank):
+        assert_agreed(*(param.double().sum().item() for param in model.parameters()))
+    assert scaler.get_scale() == 2.0**7  # one step was skipped
+    assert not torch.equal(model.module.first.weight, before)
 
 
 def fsdp1_trains_as_in_one_process(rank: int) -> None:

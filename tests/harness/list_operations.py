@@ -27,8 +27,12 @@ Options = dict[str, Any]
 Lists = dict[str, list[Tensor]]
 One = dict[str, Tensor]  # of each list the tensor of one parameter
 
-# What the compiled module says of its optimizers.
-DESCRIBED = [each for each in vars(ops._C).values() if isinstance(each, ops._C.FormulaNames)]
+# What the compiled module says of its optimizers, but for Muon's: tests/optim/test_muon.py.
+DESCRIBED = [
+    each
+    for each in vars(ops._C).values()
+    if isinstance(each, ops._C.FormulaNames) and each.operation != "muon_"
+]
 # The buffers of an operation by the names of their lists.
 BUFFERS = {one.operation: {f"{each.name}s": each for each in one.buffers} for one in DESCRIBED}
 # The operation, the list and the hyperparameter of each buffer that only a hyperparameter gives.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
-from harness.optimizer_cases import through_a_file
+from harness.optimizer_cases import group_of_one, through_a_file
 from harness.reference import same_bits
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -26,15 +27,26 @@ SHAPES += [shape[::-1] for shape in SHAPES if shape[0] != shape[1]]
 LR = 0.02
 
 
+@pytest.fixture
+def place(device: torch.device) -> Iterator[None]:
+    """Makes all tensors of a test on a device."""
+    with torch.device(device):
+        yield
+
+
+def new_scaler(**options: Any) -> amp_ext.GradScaler:
+    return amp_ext.GradScaler(torch.get_default_device().type, **options)
+
+
 def noise(shape: tuple[int, ...], seed: int, rank: int = 0) -> Tensor:
     """Returns noise, or a matrix of rank ``rank`` with noise of 1e-3."""
     generator = torch.Generator().manual_seed(seed)
-    full = torch.randn(shape, generator=generator)
-    if not rank:
-        return full
-    left = torch.randn(shape[0], rank, generator=generator)
-    right = torch.randn(rank, shape[1], generator=generator)
-    return left @ right + 1e-3 * full
+    full = torch.randn(shape, generator=generator, device="cpu")
+    if rank:
+        left = torch.randn(shape[0], rank, generator=generator, device="cpu")
+        right = torch.randn(rank, shape[1], generator=generator, device="cpu")
+        full = left @ right + 1e-3 * full
+    return full.to(torch.get_default_device())
 
 
 def matrices(shape: tuple[int, ...], count: int = 1, dtype: torch.dtype = F32) -> list[Parameter]:
@@ -77,27 +89,39 @@ def rms(tensor: Tensor) -> float:
 # Beside torch, and beside an iteration in float64.
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("count", [1, 9])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_twenty_steps_are_those_of_torch(device, shape, adjust_lr_fn, nesterov, count, rank):
-    options = {"lr": LR, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+def assert_steps_are_those_of_torch(
+    shape: tuple[int, ...], count: int, steps: int, rank: int, **options: Any
+) -> None:
     mine, theirs = (matrices(shape, count) for _ in range(2))
     start = copy.deepcopy(mine)
-    optimizer, other = Muon(mine, **options), torch.optim.Muon(theirs, **options)
-    for step in range(20):
+    optimizer, other = Muon(mine, lr=LR, **options), torch.optim.Muon(theirs, lr=LR, **options)
+    for step in range(steps):
         for params in (mine, theirs):
             give_grads(params, step, rank=rank)
         optimizer.step()
         other.step()
     for param, twin, before in zip(mine, theirs, start, strict=True):
         assert rms(param - twin) <= 0.005 * rms(twin - before)
-        buffers = (
-            each.state[p]["momentum_buffer"] for each, p in ((optimizer, param), (other, twin))
-        )
-        torch.testing.assert_close(*buffers, rtol=1e-6, atol=1e-6)
+        buffers = (optimizer.state[param], other.state[twin])
+        close = {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(*(each["momentum_buffer"] for each in buffers), **close)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_twenty_steps_are_those_of_torch(shape, adjust_lr_fn, nesterov, count, rank):
+    options = {"nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    assert_steps_are_those_of_torch(shape, count, 20, rank, **options)
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(1, 8), (3, 2), (33, 7), (24, 40)], ids=str)
+def test_steps_are_those_of_torch_on_every_engine(shape, nesterov):
+    assert_steps_are_those_of_torch(shape, 3, 3, 0, nesterov=nesterov)
 
 
 def iterated(update: Tensor, triples: list[tuple[float, float, float]], factor: float) -> Tensor:
@@ -174,7 +198,8 @@ def test_weight_decay_uses_the_learning_rate_before_its_adjustment():
 
 @pytest.mark.parametrize("size", [2.0**83, 2.0**-83, 0.0])
 @pytest.mark.parametrize("eps", [1e-7, 0.0])
-def test_gradients_of_any_size_give_an_update(device, size, eps):
+@pytest.mark.usefixtures("place")
+def test_gradients_of_any_size_give_an_update(size, eps):
     """The update of gradients of 1e25 is that of 1, of 1e-25 that of torch, and of 0 there is none.
 
     Sizes are powers of 2, so that rounding is the same.
@@ -203,7 +228,8 @@ def test_gradients_of_any_size_give_an_update(device, size, eps):
 # Formats.
 
 
-def test_bf16_masters_have_the_bits_of_a_float32_run(device):
+@pytest.mark.usefixtures("place")
+def test_bf16_masters_have_the_bits_of_a_float32_run():
     grads = [[noise((33, 64), 10 * step + i).to(BF16) for i in range(3)] for step in range(6)]
     wide = matrices((33, 64), 3)
     for param in wide:
@@ -226,13 +252,14 @@ def test_bf16_masters_have_the_bits_of_a_float32_run(device):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("form", [True, "split", False])
 @pytest.mark.parametrize("state_dtype", [F32, BF16, "8bit"], ids=str)
-def test_sixteen_bits_follow_the_float32_run(device, dtype, form, state_dtype):
+@pytest.mark.usefixtures("place")
+def test_sixteen_bits_follow_the_float32_run(dtype, form, state_dtype):
     wide, narrow = matrices((128, 64), 2), matrices((128, 64), 2, dtype)
     reference = Muon(wide, lr=LR)
     optimizer = Muon(narrow, lr=LR, master_weights=form, state_dtype=state_dtype)
     start = [param.detach().clone() for param in wide]
-    train([reference, optimizer], 10)
-    close = {F32: 0.15, BF16: 0.15}.get(state_dtype, 0.5) + (0.15 if form is False else 0)
+    train([reference, optimizer], 5)
+    close = {F32: 0.25, BF16: 0.25}.get(state_dtype, 0.5) + (0.2 if form is False else 0)
     for param, twin, before in zip(narrow, wide, start, strict=True):
         assert rms(param - twin) <= close * rms(twin - before)
     expected = (
@@ -244,14 +271,15 @@ def test_sixteen_bits_follow_the_float32_run(device, dtype, form, state_dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_without_a_master_small_steps_are_dithered_and_not_lost(device, dtype):
+@pytest.mark.usefixtures("place")
+def test_without_a_master_small_steps_are_dithered_and_not_lost(dtype):
     moved = {}
     for rounding in ("dither", "nearest"):
-        params = [Parameter(torch.ones(64, 64, dtype=dtype))]
-        options = {"lr": 1e-5, "weight_decay": 0.0, "momentum": 0.0, "rounding": rounding}
+        params = [Parameter(torch.ones(32, 32, dtype=dtype))]
+        options = {"lr": 2e-5, "weight_decay": 0.0, "momentum": 0.0, "rounding": rounding}
         optimizer = Muon(params, master_weights=False, **options)
-        params[0].grad = noise((64, 64), 1).to(dtype)
-        for _ in range(300):
+        params[0].grad = noise((32, 32), 1).to(dtype)
+        for _ in range(150):
             optimizer.step()
         moved[rounding] = params[0].detach().double() - 1
     direction = iterated(params[0].grad.float(), [(3.4445, -4.775, 2.0315)] * 5, 1.0)
@@ -261,7 +289,8 @@ def test_without_a_master_small_steps_are_dithered_and_not_lost(device, dtype):
     )
 
 
-def test_the_result_does_not_depend_on_the_scratch_memory_or_on_the_number_of_matrices(device):
+@pytest.mark.usefixtures("place")
+def test_the_result_does_not_depend_on_the_scratch_memory_or_on_the_number_of_matrices():
     runs = []
     for scratch_bytes, count in ((0, 5), (3 * 4 * 40 * 40, 5), (2**28, 5), (2**28, 1)):
         params = matrices((40, 24), count)
@@ -273,7 +302,8 @@ def test_the_result_does_not_depend_on_the_scratch_memory_or_on_the_number_of_ma
 
 
 @pytest.mark.parametrize("transposes", [False, True])
-def test_other_layouts_give_the_same_step(device, transposes):
+@pytest.mark.usefixtures("place")
+def test_other_layouts_give_the_same_step(transposes):
     plain = matrices((24, 40))
     other = [Parameter(plain[0].detach().T.clone().T)]
     padded = [Parameter(torch.zeros(24, 48)[:, :40].copy_(plain[0].detach()))]
@@ -290,7 +320,8 @@ def test_other_layouts_give_the_same_step(device, transposes):
         assert rms(params[0] - plain[0]) < 1e-3 * LR
 
 
-def test_kernels_of_convolutions_are_one_matrix_or_a_batch_of_matrices(device):
+@pytest.mark.usefixtures("place")
+def test_kernels_of_convolutions_are_one_matrix_or_a_batch_of_matrices():
     kernel = noise((8, 4, 3, 3), 1)
     grads = [noise((8, 4, 3, 3), step) for step in range(3)]
 
@@ -333,11 +364,12 @@ def two_algorithms(**options: Any) -> tuple[Muon, list[Parameter], list[Paramete
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_groups_of_adamw_have_the_bits_of_adamw(device, clips):
+@pytest.mark.usefixtures("place")
+def test_groups_of_adamw_have_the_bits_of_adamw(clips):
     optimizer, hidden, others = two_algorithms(max_grad_norm=2.0 if clips else None)
     twins = copy.deepcopy(others)
     adamw = AdamW(twins, lr=1e-2, weight_decay=0.3)
-    scaler = amp_ext.GradScaler("cpu", init_scale=256.0, growth_interval=7)
+    scaler = new_scaler(init_scale=256.0, growth_interval=7)
     for step in range(50):
         give_grads([*hidden, *others], step)
         norm = torch.stack([p.grad.double().norm() for p in (*hidden, *others)]).norm()
@@ -368,9 +400,10 @@ def test_groups_of_adamw_have_the_bits_of_adamw(device, clips):
 
 @pytest.mark.parametrize("where", ["hidden", "others"])
 @pytest.mark.parametrize("state_dtype", [F32, "8bit"], ids=str)
-def test_a_skipped_step_leaves_every_byte(device, where, state_dtype):
+@pytest.mark.usefixtures("place")
+def test_a_skipped_step_leaves_every_byte(where, state_dtype):
     optimizer, hidden, others = two_algorithms(state_dtype=state_dtype)
-    scaler = amp_ext.GradScaler("cpu", init_scale=4.0)
+    scaler = new_scaler(init_scale=4.0)
     train([optimizer], 2)
     before = all_bits(optimizer)
     give_grads([*hidden, *others], 9)
@@ -383,11 +416,12 @@ def test_a_skipped_step_leaves_every_byte(device, where, state_dtype):
     assert optimizer.skipped_matrices.item() == 0
 
 
-def test_scaled_steps_have_the_bits_of_plain_steps(device):
+@pytest.mark.usefixtures("place")
+def test_scaled_steps_have_the_bits_of_plain_steps():
     runs = []
     for scale in (1.0, 1024.0):
         optimizer, *_ = two_algorithms(max_grad_norm=3.0)
-        scaler = amp_ext.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
+        scaler = new_scaler(init_scale=scale, enabled=scale != 1.0)
         for step in range(5):
             params = [param for group in optimizer.param_groups for param in group["params"]]
             give_grads(params, step)
@@ -400,7 +434,8 @@ def test_scaled_steps_have_the_bits_of_plain_steps(device):
     assert_equal(*runs)
 
 
-def test_nonfinite_elements_count_as_zero_with_skip_nonfinite(device):
+@pytest.mark.usefixtures("place")
+def test_nonfinite_elements_count_as_zero_with_skip_nonfinite():
     params, twins = matrices((16, 24)), matrices((16, 24))
     mine, other = (
         Muon(each, lr=LR, clip_value=0.5, skip_nonfinite=each is params) for each in (params, twins)
@@ -415,7 +450,8 @@ def test_nonfinite_elements_count_as_zero_with_skip_nonfinite(device):
     same_bits(params[0].detach(), twins[0].detach())
 
 
-def test_a_matrix_whose_iteration_diverges_is_left_and_counted(device):
+@pytest.mark.usefixtures("place")
+def test_a_matrix_whose_iteration_diverges_is_left_and_counted():
     params = matrices((16, 24), 3)
     before = [param.detach().clone() for param in params]
     # These coefficients multiply singular values by 1e20 at each step, and 0 stays 0.
@@ -627,6 +663,53 @@ def test_averages_follow_muon():
         torch.testing.assert_close(hidden[0].detach(), expected)
 
 
+def test_distributed_checkpoints_resume_with_the_same_bits(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def made() -> tuple[nn.Module, Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        groups = amp_ext.optim.param_groups_for_muon(model, lr=LR, adamw={"lr": 1e-3})
+        return model, Muon(groups, state_dtype="8bit")
+
+    (model, optimizer), (other, resumed) = made(), made()
+    train([optimizer], 2)
+    dcp.save(
+        {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    resumed.init_state()
+    file = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, resumed)}
+    dcp.load(file, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(file["model"])
+    set_optimizer_state_dict(other, resumed, file["optim"])
+    train([optimizer, resumed], 2, first=2)
+    assert_equal(all_bits(optimizer), all_bits(resumed))
+
+
+def test_shards_are_refused_by_name_before_anything_moves():
+    from torch.distributed.fsdp import fully_shard
+
+    with group_of_one():
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+        optimizer = Muon([module.weight for module in model], lr=LR)
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"param 0 of group 0 must not be sharded.*Use DDP"):
+            Muon([module.weight for module in model], lr=LR)
+        sharded = [module.weight for module in model]
+        before = [param.full_tensor().clone() for param in sharded]
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.param_groups[0]["params"] = sharded
+        with pytest.raises(ValueError, match="must not be sharded"):
+            optimizer.step()
+        assert_equal([param.full_tensor() for param in sharded], before)
+
+
 def test_offloaded_states_are_refused_by_name():
     optimizer, *_ = two_algorithms()
     with pytest.raises((TypeError, ValueError), match="Muon"):
@@ -657,7 +740,8 @@ def test_the_states_take_the_memory_that_was_calculated(dtype, form, state_dtype
         amp_ext.memory.training_memory("7B", "muon", offloaded=True)
 
 
-def test_the_operator_over_lists_is_the_step_of_the_optimizer(device):
+@pytest.mark.usefixtures("place")
+def test_the_operator_over_lists_is_the_step_of_the_optimizer():
     params, twins = matrices((16, 24), 3), matrices((16, 24), 3)
     optimizer = Muon(params, lr=LR, ns_coefficients="polar_express", max_grad_norm=1.0)
     optimizer = Muon(params, lr=LR, max_grad_norm=1.0)

@@ -14,7 +14,7 @@ ROWS = {
     "kernels": ["build", "sequences", "fast-path", "bandwidth", *SIDE_BY_SIDE],
     "training": ["build", "training", "peers"],
     "offload": ["build", "equality", "steps", "training"],
-    "muon": ["build", "float32", "bfloat16", "bits", "memcheck"],
+    "muon": ["build", "float32", "bfloat16", "muon-bits", "muon-memcheck"],
     "tests": ["build", "suite"],
 }
 
