@@ -149,9 +149,9 @@ case $list in
   muon)
     row float32 45 "$python" benchmarks/muon.py --device cuda --rounds 20
     row bfloat16 45 "$python" benchmarks/muon.py --device cuda --dtype bfloat16 --rounds 20
-    row bits 140 "${pytest[@]}" -q tests/optim/test_muon.py tests/optim/test_muon_groups.py \
+    row muon-bits 140 "${pytest[@]}" -q tests/optim/test_muon.py tests/optim/test_muon_groups.py \
       -k 'not emulat and not cpu'
-    row memcheck 110 "${sanitize[@]}" --tool memcheck --report-api-errors no "${pytest[@]}" -q \
+    row muon-memcheck 110 "${sanitize[@]}" --tool memcheck --report-api-errors no "${pytest[@]}" -q \
       tests/optim/test_muon.py -k 'cuda and (skipped or sixteen or adamw)'
     ;;
   tests)
