@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from amp_ext.optim.options import DESCRIPTIONS
 from amp_ext.text_table import format_table
 
 __all__ = ["MuonGroups", "param_groups_for_muon"]
@@ -78,6 +79,7 @@ def param_groups_for_muon(
 
     Raises:
         ValueError: If ``adamw`` has no learning rate, or ``exclude`` has a name that fits nothing.
+        TypeError: If an option is unknown.
 
     Example:
         >>> groups = param_groups_for_muon(model, lr=0.02, adamw={"lr": 3e-4, "betas": (0.9, 0.95)})
@@ -89,6 +91,12 @@ def param_groups_for_muon(
             "param_groups_for_muon: adamw must have 'lr', because the learning rate of Muon does "
             f"not suit AdamW, got {dict(adamw)}"
         )
+    for formula, given in (("MuonHyperparameters", options), ("AdamHyperparameters", adamw)):
+        known = [each.name for each in DESCRIPTIONS[formula].options]
+        if unknown_names := [name for name in given if name not in known]:
+            raise TypeError(
+                f"param_groups_for_muon: options must be among {known}, got {unknown_names}"
+            )
     params: dict[Tensor, tuple[str, nn.Module]] = {}
     for module_name, module in model.named_modules():
         for name, param in module.named_parameters(module_name, recurse=False):

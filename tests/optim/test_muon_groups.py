@@ -189,6 +189,9 @@ def test_exclude_names_modules_parameters_and_patterns():
         split(Llama(), exclude=["k_proj"])
     with pytest.raises(ValueError, match="adamw must have 'lr'"):
         param_groups_for_muon(Llama(), lr=0.02, adamw={})
+    for options in ({"adamw": {"lr": 0.1, "beta": 0.9}}, {"adamw": {"lr": 0.1}, "moment": 0.9}):
+        with pytest.raises(TypeError, match=r"options must be among .*, got \['(beta|moment)'\]"):
+            param_groups_for_muon(Llama(), lr=0.02, **options)
 
 
 def test_the_groups_print_as_a_table():
