@@ -151,7 +151,7 @@ LIBRARIES = {
     "host": ("libamp_ext.so", "_ZN7amp_ext5step_I", r"_?Py"),
     "kernels": (
         "libamp_ext_kernels.so",
-        "_ZNK7amp_ext3cpu8Launcher4step",
+        "_ZN7amp_ext3cpu13select_engine",
         r"_?Py|_ZN\w*(2at|3c10|5torch)",
     ),
 }
