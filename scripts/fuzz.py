@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from state_machine.machine import Machine  # noqa: E402
+from state_machine.muon import MuonMachine  # noqa: E402
 
 FOUND = ROOT / "build" / "fuzz"
 EXAMPLES = 100  # examples per round; the time limit is checked after each round
@@ -41,7 +42,8 @@ def run(number: int) -> None:
         print_blob=False,
         report_multiple_bugs=False,
     )
-    run_state_machine_as_test(seed(number)(Machine), settings=options)
+    for machine in (Machine, MuonMachine):
+        run_state_machine_as_test(seed(number)(machine), settings=options)
 
 
 def main() -> None:
