@@ -20,13 +20,15 @@ install_copy "$home/source_cpu"
 "$python" -W ignore scripts/private_parts.py
 
 # Leaves out the tests of the checkout itself, as cuda_build.sh does.
+options=(--ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py')
 run() {
   (cd "$home" && "$python" -m pytest -q -rfE -p no:cacheprovider "$@")
 }
-run "$tests" -m 'not slow' -k 'not emulated' --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@"
 if set_toolkit; then
   run "$tests"/programs/test_cmake.py -m slow
 else
-  echo "no CUDA toolkit: the tests of CMake were left out"
+  echo "no CUDA toolkit: the tests of programs in C++ are left out"
+  options+=(--ignore="$tests"/programs/test_cpp.py)
 fi
+run "$tests" -m 'not slow' -k 'not emulated' "${options[@]}" "$@"
 echo "passed for PyTorch $torch in $SECONDS s"
