@@ -151,3 +151,25 @@ def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(with_ours, t
     assert resumed.accelerator.scaler.state_dict() == with_ours.accelerator.scaler.state_dict()
     assert rates_of(resumed) == rates_of(with_ours)
     assert_close(resumed.model, with_ours.model, **SAME)
+
+
+def test_muon_gets_its_groups_as_params(tmp_path):
+    model = make_model()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    groups = amp_ext.optim.param_groups_for_muon(model, lr=LR, adamw={"lr": LR})
+    muon = {"optimizer_cls_and_kwargs": (amp_ext.optim.Muon, {"params": groups})}
+    trainer = make_trainer(tmp_path, model=model, **muon)
+    use_scaler(trainer.accelerator, our_scaler())
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, amp_ext.optim.Muon)
+    stepped = {
+        name
+        for name, param in model.named_parameters()
+        if "momentum_buffer" in optimizer.state[param]
+    }
+    layer = "transformer.h.0."
+    assert stepped == {
+        f"{layer}{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert not any(torch.equal(before[name], model.get_parameter(name)) for name in stepped)
