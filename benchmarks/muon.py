@@ -6,7 +6,8 @@
 Each row steps the same parameters with the same gradients: matrices by Muon, and vectors by AdamW.
 All sides run in turns, and the least time of each counts. ``products`` is the share of our time
 that the matrix products of the iteration take alone. ``graph`` is our step replayed by a CUDA
-graph.
+graph. ``operators`` are the calls of torch's operators in a step, ours beside torch's: on a GPU,
+each is a launch or more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from common import digits, in_turns, make_parser
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_ext
 from amp_ext.bench.measure import describe
@@ -58,6 +60,25 @@ def timed(step: Callable[[], object], device: str) -> Callable[[], float]:
 
     run()
     return run
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(step: Callable[[], object]) -> int:
+    """Returns how many operators a step calls."""
+    with Operators() as operators:
+        step()
+    return operators.count
 
 
 def step_of_torch(matrices: list[Parameter], vectors: list[Parameter]) -> Callable[[], object]:
@@ -125,7 +146,7 @@ def main() -> int:
     device = options.device
     print(describe(torch.device(device)), flush=True)
     sides = ["torch", "amp_ext", "products", *(["graph"] if device == "cuda" else [])]
-    table = [["milliseconds a step", *sides, "amp_ext / torch"]]
+    table = [["milliseconds a step", *sides, "amp_ext / torch", "operators"]]
     for row in ROWS:
         if options.rows not in row:
             continue
@@ -139,7 +160,8 @@ def main() -> int:
             steps["graph"] = replayed(our_step(*both[2]))
         least = in_turns({side: timed(steps[side], device) for side in sides}, options.rounds)
         cells = [digits(1000 * least[side]) for side in sides]
-        table.append([row, *cells, f"{least['amp_ext'] / least['torch']:.2f}"])
+        counts = " / ".join(str(operators_of(steps[side])) for side in ("amp_ext", "torch"))
+        table.append([row, *cells, f"{least['amp_ext'] / least['torch']:.2f}", counts])
         print(format_table(table[:1] + table[-1:]), flush=True)
     print(format_table(table))
     return 0

@@ -34,7 +34,7 @@ napoleon_use_rtype = False
 # Names that do not link: the site is built without the network, so it knows amp_ext's alone.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|collections|typing|enum|abc|os)\..*"),
+    (r"py:.*", r"(torch|collections|typing|enum|abc|contextlib|os)\..*"),
     (r"py:class", r"[A-Z]\w*(Error|Warning)|bool|dict|float|int|list|str|tuple|None"),
     # Classes of other packages, of the compiled module, and those that users do not need.
     (r"py:class", r"Table|Tensor|amp_ext\._C\..*|ops\.[A-Z]\w*|amp_ext\.optim\.transport\..*"),

@@ -5,7 +5,7 @@ from amp_ext.optim.checkpoints import float32_state_dict
 from amp_ext.optim.gradient_release import GradientRelease, release_gradients
 from amp_ext.optim.lion import Lion
 from amp_ext.optim.muon import Muon
-from amp_ext.optim.muon_groups import MuonGroups, param_groups_for_muon
+from amp_ext.optim.muon_groups import MuonGroups, MuonRow, param_groups_for_muon
 from amp_ext.optim.norm_guard import NormGuard, NormGuardStats
 from amp_ext.optim.offload import OffloadedStates, offload_states
 from amp_ext.optim.sgd import SGD
@@ -27,6 +27,7 @@ __all__ = [
     "Lion",
     "Muon",
     "MuonGroups",
+    "MuonRow",
     "NormGuard",
     "NormGuardStats",
     "OffloadedStates",

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from amp_ext.optim.options import DESCRIPTIONS
 from amp_ext.text_table import format_table
 
-__all__ = ["MuonGroups", "param_groups_for_muon"]
+__all__ = ["MuonGroups", "MuonRow", "param_groups_for_muon"]
 
 # How a parameter is stepped: the options that its group has besides those of the caller.
 _MATRIX: Mapping[str, Any] = {}
@@ -24,7 +24,9 @@ _ADAMW: Mapping[str, Any] = {"algorithm": "adamw"}
 _ADAMW_WITHOUT_DECAY: Mapping[str, Any] = {"algorithm": "adamw", "weight_decay": 0.0}
 
 
-class _Row(NamedTuple):
+class MuonRow(NamedTuple):
+    """A parameter: its name and shape, "muon" or "adamw", and the reason."""
+
     name: str
     shape: tuple[int, ...]
     algorithm: str
@@ -38,7 +40,7 @@ class MuonGroups(list[dict[str, Any]]):
         rows: For each parameter its name, shape, algorithm ("muon" or "adamw"), and the reason.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], rows: Sequence[_Row]) -> None:
+    def __init__(self, groups: Sequence[dict[str, Any]], rows: Sequence[MuonRow]) -> None:
         """Stores the groups and the reasons for them."""
         super().__init__(groups)
         self.rows = list(rows)
@@ -115,7 +117,7 @@ def param_groups_for_muon(
         algorithm = kind.get("algorithm", "muon")
         group = {**(options if algorithm == "muon" else adamw), **kind}
         groups.setdefault(repr(kind), {"params": [], **group})["params"].append(param)
-        rows.append(_Row(name, tuple(param.shape), algorithm, why))
+        rows.append(MuonRow(name, tuple(param.shape), algorithm, why))
     if unknown:
         warnings.warn(
             f"param_groups_for_muon: AdamW will step {', '.join(unknown)}, because Muon is made "
