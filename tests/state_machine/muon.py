@@ -159,3 +159,4 @@ class MuonMachine(RuleBasedStateMachine):
     def write_a_parameter(self):
         with torch.no_grad():
             self.params[0][0].mul_(0.5)
+        self.optimizer.refresh_masters()  # as the next step does, from which the reference starts

@@ -11,7 +11,6 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from state_machine.differences import MODELLED
 from state_machine.machine import Machine
-from state_machine.muon import MuonMachine
 
 DIFFERENCES = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
 
@@ -30,11 +29,6 @@ short = settings(
 @pytest.mark.slow
 def test_any_program_gets_from_torch_and_from_us_the_same_within_rounding():
     run_state_machine_as_test(Machine, settings=short)
-
-
-@pytest.mark.slow
-def test_any_program_gets_from_muon_the_steps_of_torch():
-    run_state_machine_as_test(MuonMachine, settings=settings(short, max_examples=60))
 
 
 def test_what_differs_on_purpose_is_on_the_page():
