@@ -251,7 +251,14 @@ def _check_saved_groups(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]
     users_may_add = True
     for index, group in enumerate(state_dict["param_groups"]):
         where = f"{operation}: param_groups[{index}]"
-        options = optimizer.description_of(group).options
+        described = optimizer.description_of(group)
+        own = optimizer.param_groups[index : index + 1]  # none if the numbers of groups differ
+        if own and optimizer.description_of(own[0]) is not described:
+            raise ValueError(
+                f"{operation}: algorithm of param_groups[{index}] must be {own[0]['algorithm']!r}, "
+                f"as in the optimizer, got {group.get('algorithm', 'muon')!r}"
+            )
+        options = described.options
         required = [each.name for each in options if each.on_load == "required"]
         flags = [o.name for o in options if not o.is_read and o.on_load == "off if missing"]
         is_adam = any(each.name == "amsgrad" for each in options)

@@ -190,26 +190,6 @@ class Muon(FusedOptimizer):
                     "matrices in the last two dimensions"
                 )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class or of ``torch.optim.Muon``.
-
-        Args:
-            state_dict: From ``state_dict()``. Each group must have the algorithm of ours.
-
-        Raises:
-            KeyError, TypeError, ValueError: As other optimizers, and if an algorithm differs.
-                Nothing has been changed then.
-        """
-        saved = state_dict.get("param_groups", ()) if isinstance(state_dict, Mapping) else ()
-        for index, (own, other) in enumerate(zip(self.param_groups, saved, strict=False)):
-            algorithm = other.get("algorithm", "muon") if isinstance(other, Mapping) else "muon"
-            if algorithm != own["algorithm"]:
-                raise ValueError(
-                    f"{type(self).__name__}.load_state_dict: algorithm of param_groups[{index}] "
-                    f"must be {own['algorithm']!r}, as in the optimizer, got {algorithm!r}"
-                )
-        super().load_state_dict(state_dict)
-
     @property
     def skipped_matrices(self) -> Tensor | None:
         """How many matrices steps have left as they were, because the iteration was not finite.
