@@ -532,39 +532,12 @@ def muon_(
     Reference:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
-    numbers = list(ns_coefficients)
+    arguments = dict(locals())
+    numbers = list(arguments.pop("ns_coefficients"))
     triples = [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
-    matrix_options = {
-        "ns_coefficients": triples,
-        "eps": eps,
-        "ns_steps": ns_steps,
-        "adjust_lr_fn": adjust_lr_fn,
-        "transposed": transposed,
-        "flatten": flatten,
-        "scratch_bytes": scratch_bytes,
-    }
-    _C.muon_(
-        params=params,
-        grads=grads,
-        momentum_buffers=momentum_buffers,
-        steps=steps,
-        master_params=master_params,
-        exponents=exponents,
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        dither=dither,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        clip_value=clip_value,
-        max_grad_norm=max_grad_norm,
-        sum_of_squares=sum_of_squares,
-        grad_norm=grad_norm,
-        skip_nonfinite=skip_nonfinite,
-        matrix_options=matrix_options,
-        skipped_matrices=skipped_matrices,
-    )
+    names = ("eps", "ns_steps", "adjust_lr_fn", "transposed", "flatten", "scratch_bytes")
+    matrix_options = {name: arguments.pop(name) for name in names} | {"ns_coefficients": triples}
+    _C.muon_(**arguments, matrix_options=matrix_options)
 
 
 @operation(writes=("master_params",))

@@ -112,7 +112,7 @@ def param_groups_for_muon(
         kind, why = _kind_of(param, name.rpartition(".")[2], module)
         if param in of_adamw and param.dim() >= 2:
             kind, why = _ADAMW, of_adamw[param]
-        elif why.startswith("unknown"):
+        elif kind is _ADAMW:
             unknown.append(name)
         algorithm = kind.get("algorithm", "muon")
         group = {**(options if algorithm == "muon" else adamw), **kind}
@@ -129,7 +129,10 @@ def param_groups_for_muon(
 
 
 def _kind_of(param: Tensor, name: str, module: nn.Module) -> tuple[Mapping[str, Any], str]:
-    """Returns the options of a parameter's group, and why, by the kind of its module."""
+    """Returns the options of a parameter's group, and why, by the kind of its module.
+
+    The options are _ADAMW if Muon may be wrong for the kind.
+    """
     kind = type(module).__name__
     if param.dim() < 2:
         return _ADAMW_WITHOUT_DECAY, "fewer than two dimensions"
