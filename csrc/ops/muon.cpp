@@ -25,13 +25,13 @@
 
 namespace amp_ext {
 
-// What the matrices of a chunk have in common.
+// The device, group and layout that all matrices of a chunk share.
 struct MuonStep::Shape {
   at::Device device;
   int64_t group;
   at::ScalarType dtype;
   int64_t rows, columns;
-  int64_t matrices;   // of one parameter
+  int64_t matrices;   // number of matrices in one parameter
   bool is_by_column;  // whether a column is contiguous, not a row
 
   int64_t least() const { return std::min(rows, columns); }
@@ -39,15 +39,16 @@ struct MuonStep::Shape {
   // Number of bfloat16 that hold one copy of a batch of parameters, in whole cache lines.
   static int64_t aligned(int64_t count) { return (count + 63) / 64 * 64; }
   int64_t matrices_of(int64_t params) const { return std::max<int64_t>(2, params * matrices); }
+  // Scratch memory of a batch, in copies of it in bfloat16: two, and two more for the result in
+  // float32 that float16 parameters need.
+  int64_t copies() const { return dtype == at::kHalf ? 4 : 2; }
   int64_t scratch_of(int64_t params) const {
     const int64_t count = matrices_of(params);
-    const int64_t copies = dtype == at::kHalf ? 4 : 2;
-    return copies * aligned(count * rows * columns) + 2 * aligned(count * least() * least());
+    return copies() * aligned(count * rows * columns) + 2 * aligned(count * least() * least());
   }
   // Returns the largest number of parameters in one chunk.
   int64_t params_in(int64_t bytes) const {
-    const int64_t copies = dtype == at::kHalf ? 4 : 2;
-    const int64_t of_param = 2 * matrices * (copies * rows * columns + 2 * least() * least());
+    const int64_t of_param = 2 * matrices * (copies() * rows * columns + 2 * least() * least());
     return std::max<int64_t>(1, bytes / of_param);
   }
   double lr_factor(const MuonOptions& options) const {

@@ -61,7 +61,7 @@ class AMP_EXT_API MuonStep {
     TensorList views;            // the tensors that the launches refer to
     Step momentum, update;       // the two launches
     StepGroups update_groups;
-    std::vector<SgdHyperparameters> hyperparameters;  // of `update`
+    std::vector<SgdHyperparameters> hyperparameters;  // the hyperparameters of `update`
   };
   struct Shape;
 

@@ -115,7 +115,8 @@ void define_scaler(py::module_& module) {
           if (first->device() != device) elsewhere.push_back(*first);
         }
         update_scale(scale, growth_tracker, hysteresis_tracker, rules, flags, counts);
-        for (const at::Tensor& first : elsewhere) first.fill_(kNoTensor);  // it reset a copy
+        for (const at::Tensor& first : elsewhere)
+          first.fill_(kNoTensor);  // the update reset a copy
         const at::Tensor& arrived = seen.value_or(*counts);
         if (!arrived.is_same(*counts)) arrived.copy_(*counts, /*non_blocking=*/true);
         return static_cast<int64_t>(

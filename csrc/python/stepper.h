@@ -81,7 +81,7 @@ struct MuonFormula {
   std::unique_ptr<OptionReader> reader;
   MuonStep step;
   StepGroups groups;
-  std::vector<MuonOptions> options;  // of each group
+  std::vector<MuonOptions> options;  // one for each group
   OptionalTensor skipped_matrices;   // one int64
 };
 
