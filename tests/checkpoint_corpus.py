@@ -200,7 +200,9 @@ GROUPS = sorted({row.rpartition("/")[0] for row in results()}) if RESULTS.is_fil
 def unpack(folder: Path) -> None:
     """Writes the files of the corpus: by writer, and below it by row."""
     with tarfile.open(CORPUS) as corpus:
-        corpus.extractall(folder, filter="data")
+        # Early releases of Python 3.10 and 3.11 have no filters, and ignore this attribute.
+        corpus.extraction_filter = getattr(tarfile, "data_filter", None)
+        corpus.extractall(folder)
 
 
 def files_of(folder: Path, row: str, *writers: str) -> Iterator[Path]:
