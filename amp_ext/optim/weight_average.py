@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
 import weakref
@@ -200,19 +201,27 @@ class WeightAverage:
         """Moves averages towards the weights of their parameters."""
         states, is_released = self.optimizer.state, self.optimizer.gradient_release is not None
         for device, (params, averages) in lists.items():
-            weights = [self._local(param) for param in params]
-            residuals, offsets = [_NO_RESIDUAL] * len(params), None
-            if are_sharded := any_dtensors(params):
+            are_sharded = any_dtensors(params)
+            weights, offsets = params.copy(), None
+            if are_sharded or self.optimizer.offload is not None:
+                weights = [self._local(param) for param in params]
+            if are_sharded:
                 offsets = [global_offset(param) if is_dtensor(param) else 0 for param in params]
-            for index, param in enumerate(params):
-                state = states.get(param) if param.dtype in RESIDUAL_KEYS else None
-                if not state:
+            residuals: list[Tensor] | None = None
+            # States usually have the order of the parameters; a lookup of each costs more.
+            entries = itertools.chain(states.items(), itertools.repeat((None, None)))
+            for index, (param, (owner, state)) in enumerate(zip(params, entries, strict=False)):
+                if owner is not param:
+                    state = states.get(param)
+                if not state or param.dtype not in RESIDUAL_KEYS:
                     continue
                 master, part = state.get("master_param"), weights[index]
                 if master is None:
                     low, low8 = RESIDUAL_KEYS[param.dtype]
-                    residual = state.get(low, state.get(low8, _NO_RESIDUAL))
-                    residuals[index] = local_tensor(residual) if are_sharded else residual
+                    residual = state.get(low, state.get(low8))
+                    if residual is not None:
+                        residuals = residuals or [_NO_RESIDUAL] * len(params)
+                        residuals[index] = local_tensor(residual) if are_sharded else residual
                     continue
                 weights[index] = master = local_tensor(master) if are_sharded else master
                 # A step with a gradient leaves an up-to-date master. Otherwise the parameter may
