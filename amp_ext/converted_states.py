@@ -27,7 +27,7 @@ def split_fp32(param: Tensor, master: Tensor, low_bits: int) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.compiled.split_fp32(param, master, low_bits)
+    return ops.extension.split_fp32(param, master, low_bits)
 
 
 def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def join_fp32(param: Tensor, residual: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.compiled.join_fp32(param, residual)
+    return ops.extension.join_fp32(param, residual)
 
 
 def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def quantize_ratios(moment: Tensor, second_moment: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.compiled.quantize_ratios(moment, second_moment)
+    return ops.extension.quantize_ratios(moment, second_moment)
 
 
 def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def dequantize_ratios(codes: Tensor, second_moment: Tensor) -> Tensor:
     Raises:
         RuntimeError: If a dtype or the shape does not fit.
     """
-    return ops.compiled.dequantize_ratios(codes, second_moment)
+    return ops.extension.dequantize_ratios(codes, second_moment)
 
 
 def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def quantize_blockwise(moment: Tensor, code: str) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: If the dtype, the shape or the code does not fit.
     """
-    return ops.compiled.quantize_blockwise(moment, code)
+    return ops.extension.quantize_blockwise(moment, code)
 
 
 def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
@@ -124,4 +124,4 @@ def dequantize_blockwise(codes: Tensor, exponents: Tensor, code: str) -> Tensor:
     Raises:
         RuntimeError: If a dtype, a shape or the code does not fit.
     """
-    return ops.compiled.dequantize_blockwise(codes, exponents, code)
+    return ops.extension.dequantize_blockwise(codes, exponents, code)

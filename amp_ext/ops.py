@@ -75,7 +75,7 @@ from amp_ext.plain_numbers import timestep_of
 if TYPE_CHECKING:
     from amp_ext import _C as _C
 
-    compiled = _C  # returned by __getattr__, like the classes below
+    extension = _C  # returned by __getattr__, like the classes below
     BufferDescription = _C.BufferDescription
     Shard = _C.Shard
     CompiledStepper = _C.CompiledStepper
@@ -114,9 +114,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def __getattr__(name: str) -> Any:
     """Returns other objects of the compiled module, for the scaler and the optimizers.
 
-    ``ops.compiled`` is the compiled module itself, for the files of operations imported below.
+    ``ops.extension`` is the compiled module itself, for the files of operations imported below.
     """
-    if name == "compiled":
+    if name == "extension":
         return _C
     if not name.startswith("_") and hasattr(_C, name):
         return getattr(_C, name)

@@ -137,10 +137,10 @@ def optimizer_update_(
     }
     if optimizer_type is OptimizerType.ADAM:
         moments = {"beta1": beta1, "beta2": beta2, "eps": eps, "denominator_floor": 1e-12}
-        ops.compiled.adam_(**common, **moments, timestep=timestep)
+        ops.extension.adam_(**common, **moments, timestep=timestep)
     else:
         momentum = beta1 if optimizer_type is OptimizerType.MOMENTUM else 0.0
-        ops.compiled.sgd_(**common, momentum=momentum)
+        ops.extension.sgd_(**common, momentum=momentum)
     if grad_norm is not None:
         workspace.grad_norm = grad_norm
 

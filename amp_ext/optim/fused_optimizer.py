@@ -452,7 +452,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ):
                 # Hooks may write gradients through ``.data``, which changes no version counter.
                 again, found_inf = self._scan_again(found_inf, grad_scale)
-                scan.found_infs.update(again.found_infs)  # the scaler's update reads it
+                scan.found_infs.update(again.found_infs)  # the dict that the scaler's update reads
                 sum_of_squares = again.sum_of_squares
         if guard is not None:
             if sum_of_squares is None:

@@ -159,7 +159,7 @@ class NormGuard:
         names = (*_NUMBERS, "max_norm_of_step", *_OPTIONS)
         state = torch.tensor([known.get(name, 0.0) for name in names], dtype=torch.float64)
         # A step without gradients changes the limit alone.
-        ops.compiled.judge_norm_(state, torch.zeros(()), None, None, None, False)
+        ops.extension.judge_norm_(state, torch.zeros(()), None, None, None, False)
         return state
 
     @outside_inference_mode()
@@ -258,7 +258,7 @@ class NormGuard:
             self._read(wait=True)
             self._earlier += [self._state, self._on_host, self._skips]
             self._place(self._state, device)
-        ops.compiled.judge_norm_(self._state, self._skips, *inputs)
+        ops.extension.judge_norm_(self._state, self._skips, *inputs)
         if self._state.is_cuda:
             self._on_host.copy_(self._state[: len(_NUMBERS)], non_blocking=True)
         return self._skips, self._max_norm_of_step

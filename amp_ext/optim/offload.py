@@ -487,7 +487,7 @@ class OffloadedStates(contextlib.AbstractContextManager["OffloadedStates"]):
         self._settle()
         hosts = [self._hosts[param] for param in stepped if param in self._hosts]
         # Views of one tensor share a version, which the step of each of them increases.
-        counters = [ops.compiled.version_counter_of(local_tensor(host.param)) for host in hosts]
+        counters = [ops.extension.version_counter_of(local_tensor(host.param)) for host in hosts]
         steps = Counter(counters)
         for host, counter in zip(hosts, counters, strict=True):
             now = host.now()

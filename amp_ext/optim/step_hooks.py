@@ -22,7 +22,7 @@ def with_step_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
         func: The ``step`` of a class of optimizers.
     """
     as_torch = torch.optim.Optimizer.profile_hook_step(func)
-    is_profiled = ops.compiled.is_profiled
+    is_profiled = ops.extension.is_profiled
 
     @functools.wraps(func)
     def step(*args: Any, **kwargs: Any) -> Any:

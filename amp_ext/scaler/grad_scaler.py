@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from amp_ext.amp_protocol import NO_CLOSURE, ScanResult, sum_of_flags
 from amp_ext.inference_mode import outside_inference_mode
-from amp_ext.ops import compiled
+from amp_ext.ops import extension
 from amp_ext.params import name_of_param, params_of
 from amp_ext.plain_numbers import numbers_on_host
 from amp_ext.scaler.stats import ScalerStats
@@ -191,7 +191,8 @@ class GradScaler(torch.amp.GradScaler):
         """Steps an optimizer if its gradients are finite, and skips the step otherwise.
 
         Scans the gradients first, unless :meth:`unscale_` has. An optimizer that unscales inside
-        its step receives the scale for this step; the gradients of a wrapper are unscaled before.
+        its step receives the scale and the flag of the scan, and its step writes nothing if the
+        flag is set; the gradients of a wrapper are unscaled before.
 
         Args:
             optimizer: The optimizer. Call this at most once between two updates.
@@ -301,7 +302,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         grads, sharded_over = local_grads(optimizer, "GradScaler")
         inputs = found_inf, self._scale, inv_scale, allow_fp16
-        found = compiled.scan_grads(params_of(optimizer), grads, *inputs)
+        found = extension.scan_grads(params_of(optimizer), grads, *inputs)
         if found is None:  # torch's code takes gradients that our kernels can't read
             unscale = torch.ones_like(found_inf) if inv_scale is None else inv_scale
             return _TORCH._unscale_grads_(self, optimizer, unscale, found_inf, allow_fp16)
@@ -372,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
         if not found_infs or not is_ours:
             return
         tensors = tracker, found_infs, self._hysteresis_tracker, scanned, self._counts, self._seen
-        skips_in_a_row = compiled.update_scale_(scale, *tensors, **rules)
+        skips_in_a_row = extension.update_scale_(scale, *tensors, **rules)
         if skips_in_a_row >= self._warn_after and not self._has_warned:
             stats = self.stats()
             update_of_name = self._seen[8]  # type: ignore[index]  # ScaleCounts::nonfinite_update

@@ -58,22 +58,21 @@ void lower(int64_t* first_nonfinite, int64_t index) {
   if (first_nonfinite != nullptr && index < *first_nonfinite) *first_nonfinite = index;
 }
 
-class CpuEngine : public DeviceEngine {
+class CpuBackend : public Backend {
  public:
+  // Step::run() launches nothing on a CPU if the step is skipped.
   void step(const at::Device&, const StepLaunch& launch, StepScratch&) const override {
     const StepDecision decision = StepDecision::read(launch.inputs);
     if (launch.grad_norm != nullptr) *launch.grad_norm = decision.grad_norm;
     if (launch.step_applied != nullptr) *launch.step_applied = decision.step_applied();
-    if (!decision.skip) {
-      const cpu::TileMap tiles(launch.all_args, launch.count, asks_ahead());
-      least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
-        selected_engine().step(launch, tiles, decision, begin, end);
-        return kNoTensor;
-      });
-      for (int64_t i = 0; i < launch.count; ++i) {
-        float* const step = launch.all_args[i].step;
-        if (step != nullptr) *step = next_counter(*step);
-      }
+    const cpu::TileMap tiles(launch.all_args, launch.count, asks_ahead());
+    least_in_parallel(tiles, [&](int64_t begin, int64_t end) {
+      selected_engine().step(launch, tiles, decision, begin, end);
+      return kNoTensor;
+    });
+    for (int64_t i = 0; i < launch.count; ++i) {
+      float* const step = launch.all_args[i].step;
+      if (step != nullptr) *step = next_counter(*step);
     }
     std::fill_n(launch.is_launched, launch.count, true);
   }
@@ -150,7 +149,7 @@ class CpuEngine : public DeviceEngine {
 
 }  // namespace
 
-bool uses_cuda_engine(const at::Device& device) {
+bool uses_cuda(const at::Device& device) {
 #if defined(AMP_EXT_CUDA_EMULATOR)
   return device.is_cpu();
 #else
@@ -160,24 +159,24 @@ bool uses_cuda_engine(const at::Device& device) {
 
 void StepScratch::make_room(const at::Device& device) {
 #if defined(AMP_EXT_WITH_CUDA)
-  if (uses_cuda_engine(device)) block_counter(device);
+  if (uses_cuda(device)) block_counter(device);
 #endif
   static_cast<void>(device);
 }
 
-const DeviceEngine& engine_of(const at::Device& device) {
+const Backend& backend_of(const at::Device& device) {
 #if defined(AMP_EXT_WITH_CUDA)
-  if (uses_cuda_engine(device)) return cuda_engine();
+  if (uses_cuda(device)) return cuda_backend();
 #endif
   static_cast<void>(device);
-  static const CpuEngine engine;
-  return engine;
+  static const CpuBackend backend;
+  return backend;
 }
 
 void check_device(const std::string& operation, const std::string& name, const at::Device& device) {
   check_torch_version(operation);
 #if defined(AMP_EXT_WITH_CUDA)
-  if (uses_cuda_engine(device)) return check_driver(operation);
+  if (uses_cuda(device)) return check_driver(operation);
 #endif
   if (device.is_cpu()) return;
 #if !defined(AMP_EXT_WITH_CUDA)
@@ -190,7 +189,7 @@ void check_device(const std::string& operation, const std::string& name, const a
 }
 
 bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs) {
-  return !uses_cuda_engine(device) && StepDecision::read(inputs).skip;
+  return !uses_cuda(device) && StepDecision::read(inputs).skip;
 }
 
 const char* cpu_isa() { return selected_engine().name; }

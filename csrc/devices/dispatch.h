@@ -30,9 +30,9 @@ class StepScratch {
   std::unordered_map<at::Device, at::Tensor> counters_;
 };
 
-// True if the CUDA engine works on the memory of this device. The test build that emulates CUDA
+// True if CUDA kernels work on the memory of this device. The test build that emulates CUDA
 // (AMP_EXT_CUDA_EMULATOR) uses CPU tensors.
-bool uses_cuda_engine(const at::Device& device);
+bool uses_cuda(const at::Device& device);
 
 // Throws unless an engine for this device was built and its driver can run it.
 void check_device(const std::string& operation, const std::string& name, const at::Device& device);
@@ -41,9 +41,9 @@ void check_device(const std::string& operation, const std::string& name, const a
 bool host_knows_of_skip(const at::Device& device, const GradientInputs& inputs);
 
 // The launches of one type of device.
-class DeviceEngine {
+class Backend {
  public:
-  virtual ~DeviceEngine() = default;
+  virtual ~Backend() = default;
 
   // If an exception is thrown, exactly the tensors whose is_launched is set have been stepped.
   virtual void step(const at::Device& device, const StepLaunch& launch,
@@ -72,10 +72,10 @@ class DeviceEngine {
                             const std::vector<OverflowFlag>& flags) const = 0;
 };
 
-AMP_EXT_API const DeviceEngine& engine_of(const at::Device& device);
+AMP_EXT_API const Backend& backend_of(const at::Device& device);
 
 #if defined(AMP_EXT_WITH_CUDA)
-const DeviceEngine& cuda_engine();
+const Backend& cuda_backend();
 // Throws if the driver is too old for the kernels.
 void check_driver(const std::string& operation);
 #endif

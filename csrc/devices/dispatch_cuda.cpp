@@ -62,7 +62,7 @@ bool may_take_fast_path() {
   return allowed;
 }
 
-class CudaEngine : public DeviceEngine {
+class CudaBackend : public Backend {
  public:
   void step(const at::Device& device, const StepLaunch& launch_of_all,
             StepScratch& scratch) const override {
@@ -154,9 +154,9 @@ void check_driver(const std::string& operation) {
               ", which is too old. Update it to that of CUDA 12.1 or later.");
 }
 
-const DeviceEngine& cuda_engine() {
-  static const CudaEngine engine;
-  return engine;
+const Backend& cuda_backend() {
+  static const CudaBackend backend;
+  return backend;
 }
 
 }  // namespace amp_ext

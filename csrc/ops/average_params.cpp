@@ -78,7 +78,7 @@ void average_params_(const TensorList& averages, const TensorList& params, const
   }
   const AverageLaunch launch{all_args.data(), static_cast<int64_t>(all_args.size()),
                              weight.const_data_ptr<double>(), number.const_data_ptr<double>()};
-  engine_of(device).average(device, launch);
+  backend_of(device).average(device, launch);
   for (const at::Tensor& average : averages) bump_version(average);
 }
 

@@ -46,7 +46,7 @@ void GradScan::run(const OptionalTensor& found_inf, const OptionalTensor& grad_s
                                 first.defined() ? first.mutable_data_ptr<int64_t>() : nullptr,
                                 sum.defined() ? sum.mutable_data_ptr<double>() : nullptr,
                                 skip_nonfinite};
-    engine_of(part.device).scan(part.device, launch, scratch);
+    backend_of(part.device).scan(part.device, launch, scratch);
   }
 }
 

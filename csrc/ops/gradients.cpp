@@ -72,8 +72,8 @@ void multiply(const char* operation, const TensorList& grads, const at::Device& 
     }
   };
   try {
-    engine_of(device).multiply(device, all_args, inputs, found_inf, first_nonfinite,
-                               is_launched.get());
+    backend_of(device).multiply(device, all_args, inputs, found_inf, first_nonfinite,
+                                is_launched.get());
   } catch (c10::Error& error) {
     write_back();
     if (multiplied == 0) throw;
@@ -111,7 +111,7 @@ void check_finite_(const TensorList& tensors, const at::Tensor& found_inf,
                               first,
                               sum,
                               /*skip_nonfinite=*/false};
-  engine_of(device).scan(device, launch, scratch);
+  backend_of(device).scan(device, launch, scratch);
 }
 
 at::Tensor count_nonfinite(const TensorList& tensors) {
@@ -121,8 +121,8 @@ at::Tensor count_nonfinite(const TensorList& tensors) {
   const at::Device device = device_of(operation, "tensors[0]", tensors[0]);
   check_gradients(operation, "tensors", tensors, device);
   const at::Tensor counts = at::zeros({count}, at::TensorOptions(device).dtype(at::kLong));
-  engine_of(device).count_nonfinite(device, DenseReads(tensors).all_args,
-                                    counts.mutable_data_ptr<int64_t>());
+  backend_of(device).count_nonfinite(device, DenseReads(tensors).all_args,
+                                     counts.mutable_data_ptr<int64_t>());
   return counts;
 }
 
@@ -131,7 +131,7 @@ at::Tensor count_division_errors(const at::Device& device, int64_t stride) {
   check_device(operation, "device", device);
   TORCH_CHECK(stride >= 1, operation, ": stride must be at least 1, got ", stride);
   const at::Tensor wrong = at::zeros({3}, at::TensorOptions(device).dtype(at::kLong));
-  engine_of(device).count_division_errors(device, stride, wrong.mutable_data_ptr<int64_t>());
+  backend_of(device).count_division_errors(device, stride, wrong.mutable_data_ptr<int64_t>());
   return wrong;
 }
 

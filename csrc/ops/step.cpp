@@ -99,7 +99,7 @@ std::vector<std::optional<LrOnDevice>> lrs_on(const at::Device& device, const St
   for (const StepGroups::Group& group : groups.groups) {
     lrs.emplace_back();
     if (!group.lr.has_value()) continue;
-    if (!uses_cuda_engine(device) || !uses_cuda_engine(group.lr->device())) {
+    if (!uses_cuda(device) || !uses_cuda(group.lr->device())) {
       lrs.back() = {{}, group.lr->item().toDouble()};
     } else {
       lrs.back() = {scalar_on(device, *group.lr), 0.0};
@@ -598,7 +598,7 @@ void Step::run(StepGroups& groups, const StepInputs& inputs, StepScratch& scratc
         is_launched.get(),      applied_here};
     std::exception_ptr failure;
     try {
-      engine_of(batch.device).step(batch.device, launch, scratch);
+      backend_of(batch.device).step(batch.device, launch, scratch);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -109,8 +109,10 @@ struct StepBatch {
   at::Device device;
   OptimizerKernel kernel;
   std::vector<KernelTensorArgs> all_args;
-  std::vector<c10::TensorImpl*> written;  // tensors that the launch writes, parameter by parameter
-  std::vector<size_t> written_ends;       // for each parameter, the end of its tensors in `written`
+  // Tensors that the launch writes, parameter by parameter. Their versions count up after a launch,
+  // also if a GPU skips the step, which the host doesn't know.
+  std::vector<c10::TensorImpl*> written;
+  std::vector<size_t> written_ends;  // for each parameter, the end of its tensors in `written`
   std::vector<DenseCopy> copies;
   std::vector<std::pair<at::Tensor, at::Tensor>> stale_masters;  // with their parameters
 

@@ -36,7 +36,7 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
       hyperparameters,
       {scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(), hysteresis},
       counts.has_value() ? static_cast<ScaleCounts*>(counts->mutable_data_ptr()) : nullptr};
-  engine_of(device).update_scale(device, update, on_engine);
+  backend_of(device).update_scale(device, update, on_engine);
   bump_version(scale);
   bump_version(growth_tracker);
   if (hysteresis_tracker.has_value()) bump_version(*hysteresis_tracker);

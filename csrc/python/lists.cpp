@@ -166,7 +166,7 @@ void judge_norm(const at::Tensor& judgement, const at::Tensor& skips,
   const GradientOptions options{grad_scale, found_inf, {}, sum_of_squares, {}, skip_nonfinite};
   const DeviceInputs inputs(device, options);
   auto* const numbers = reinterpret_cast<NormJudgement*>(judgement.mutable_data_ptr<double>());
-  engine_of(device).judge_norm(device, inputs.pointers, numbers, skips.mutable_data_ptr<float>());
+  backend_of(device).judge_norm(device, inputs.pointers, numbers, skips.mutable_data_ptr<float>());
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Binds the scan of any optimizer's gradients and the update of the scale for GradScaler.
+// Binds what GradScaler calls: the update of the scale, and the scan of gradients for unscale_()
+// and for optimizers of other packages. CompiledStepper scans those of amp_ext's optimizers.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <amp_ext/hyperparameters.h>

@@ -668,7 +668,7 @@ void CompiledStepper::check_carries_no_scale() {
   }
 }
 
-// A skipped step leaves gradients scaled that it should have written back, but only the device
+// A skipped step leaves gradients scaled that it should have written back. On a GPU only the device
 // knows of it, so they count as unscaled.
 void CompiledStepper::remember_scaled() {
   scaled_.clear();
@@ -712,15 +712,16 @@ std::vector<std::pair<int64_t, uint64_t>> CompiledStepper::hashes_of_grads() con
   return hashes;
 }
 
-// Columns: what the step needs; a norm is "given" if the caller passed its sum of squares. Rows:
-// what the last scan left. Entries: whether the step scans the gradients itself.
+// Scans the gradients for the norm, and for inf and NaN, if the last scan did not or a gradient has
+// changed since. Rows: the last scan. Columns: what the caller asks for; a norm is "given" if it
+// passed the sum of squares. Entries: whether the step scans.
 //
 //   last scan                 nothing   found_inf   norm, given   norm, not given
 //   none                      no        no          no            yes
 //   without sums of squares   no        no          no            yes
 //   with sums of squares      no        no          no            no
 //   a gradient changed since  no        yes         yes           yes
-void CompiledStepper::find_norm(GradientOptions& options, bool wants_norm) {
+void CompiledStepper::scan_if_needed(GradientOptions& options, bool wants_norm) {
   const auto scanned = std::exchange(scanned_, {});
   OptionalTensor sum = std::exchange(scanned_sum_, std::nullopt);
   const bool has_changed = !scanned.empty() && scanned != hashes_of_grads();
@@ -785,7 +786,7 @@ py::object CompiledStepper::step(const py::object& state, const py::object& para
     std::optional<WithoutGil> without_gil;
     if (!is_on_cpu_ || numel_ >= kSmallStep) without_gil.emplace(*this);
     const at::NoGradGuard no_grad;
-    if (takes_all) find_norm(of_step.gradients, wants_norm);
+    if (takes_all) scan_if_needed(of_step.gradients, wants_norm);
     StepProgress done;
     try {
       step_.run(groups_, of_step, scratch_, done);
@@ -798,6 +799,7 @@ py::object CompiledStepper::step(const py::object& state, const py::object& para
       throw;
     }
     if (without_gil.has_value()) without_gil->take_back();
+    // On a GPU, a skipped step has refreshed stale masters, so they are remembered all the same.
     if (!done.was_skipped) remember_masters();
     if (had_scale && takes_all) remember_scaled();
     return py::int_(grads_.size());

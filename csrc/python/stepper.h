@@ -207,7 +207,7 @@ class CompiledStepper {
   void check_carries_no_scale();
   // Takes the sum of squares of the last scan where the step needs it. If a gradient has changed
   // since, scans again, and adds what that finds to found_inf.
-  void find_norm(GradientOptions& options, bool wants_norm);
+  void scan_if_needed(GradientOptions& options, bool wants_norm);
   void remember_scaled();
   void remember_masters();
   // Returns a hash of the address and the version of each gradient, with the parameter's number.
