@@ -63,17 +63,17 @@ struct TensorConstants {
   // `lr` and `step` are from read_lr() and read_step().
   static AMP_EXT_INLINE TensorConstants
   make(const typename Functor::Hyperparameters& hyperparameters, double lr, double step,
-       const StepDecision& factor) {
+       const StepDecision& decision) {
     return {Functor::for_tensor(hyperparameters, lr, step),
-            static_cast<T>(factor.inv_scale) *
-                static_cast<T>(std::is_same_v<T, double> ? factor.clip_coefficient64
-                                                         : factor.clip_coefficient),
+            static_cast<T>(decision.inv_scale) *
+                static_cast<T>(std::is_same_v<T, double> ? decision.clip_coefficient64
+                                                         : decision.clip_coefficient),
             static_cast<T>(hyperparameters.clip_value),
             static_cast<T>(hyperparameters.maximize ? -1.0 : 1.0),
             static_cast<uint32_t>(static_cast<int64_t>(step)),
             hyperparameters.write_back_grads,
-            factor.skip_nonfinite && !kWritesUpdate<typename Functor::Hyperparameters>,
-            factor.skip_nonfinite && kWritesUpdate<typename Functor::Hyperparameters>};
+            decision.skip_nonfinite && !kWritesUpdate<typename Functor::Hyperparameters>,
+            decision.skip_nonfinite && kWritesUpdate<typename Functor::Hyperparameters>};
   }
 
   static AMP_EXT_INLINE double read_lr(const CommonHyperparameters& hyperparameters) {

@@ -156,7 +156,7 @@ def name_of(signature: str) -> tuple[str, int, int]:
     threads = int(shape[1]) if shape else 256
     buffer = r"Plain<\w+>|Ratio|Blockwise<\w+>"
     kinds = rf"NumberFormats<\w+, Plain<(\w+)>, (\w+)<(\w+)(?:, (\d+))?>((?:, (?:{buffer}))*) ?>"
-    step = re.search(rf"step_kernel<(\w+)<\w+>, Streams<{kinds}", text)
+    step = re.search(rf"step_kernel<(\w+)<\w+>, Arrays<{kinds}", text)
     if step:
         functor, grad, kind, param, low_bits, of_buffers = step.groups()
         kept = {"Plain": "", "Mastered": " master", "Split": f" split{low_bits}"}[kind]
@@ -168,8 +168,8 @@ def name_of(signature: str) -> tuple[str, int, int]:
         codes = sum(not each.startswith("Plain") for each in buffers)
         exponents = sum(each.startswith("Blockwise") for each in buffers)
         return name, threads, (low_bits == "8") + codes + exponents
-    streams = r"AveragedStreams<(Plain|Split)<(\w+)(?:, (\d+))?>, Plain<(\w+)> ?>"
-    average = re.search(rf"average_kernel<{streams}", text)
+    arrays = r"AveragedArrays<(Plain|Split)<(\w+)(?:, (\d+))?>, Plain<(\w+)> ?>"
+    average = re.search(rf"average_kernel<{arrays}", text)
     if average:
         kind, weight, low_bits, stored = average.groups()
         kept = f" split{low_bits}" if kind == "Split" else ""

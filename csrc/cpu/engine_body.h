@@ -67,9 +67,9 @@ AMP_EXT_INLINE void round_chunk(Numbers<Plain<T>> /*native*/, const T* /*results
 
 // The arrays of one tensor (gradient, parameter and buffers), starting at some element.
 template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
-struct Streams;
+struct Arrays;
 template <typename FormatsOfKernel, int... index>
-struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
+struct Arrays<FormatsOfKernel, std::integer_sequence<int, index...>> {
   using NumberFormats = FormatsOfKernel;
   using Grad = Numbers<typename NumberFormats::Grad>;
   using Param = Numbers<typename NumberFormats::Param>;
@@ -85,7 +85,7 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   Param param;
   Entries<Buffer<index>...> buffers;
 
-  AMP_EXT_INLINE static Streams at(const KernelTensorArgs& args, int64_t offset) {
+  AMP_EXT_INLINE static Arrays at(const KernelTensorArgs& args, int64_t offset) {
     return {Grad::at(args.grad, nullptr, offset),
             Param::at(args.param, args.master_param, offset),
             {{Buffer<index>::at(args.buffers[index], args.exponents, offset)}...}};
@@ -145,21 +145,21 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
 };
 
 // Padded copies of a tensor's last elements, which do not fill a vector.
-template <typename Streams>
+template <typename Arrays>
 struct Tail;
 template <typename NumberFormats, int... index>
-struct Tail<Streams<NumberFormats, std::integer_sequence<int, index...>>> {
-  using Each = Streams<NumberFormats>;
+struct Tail<Arrays<NumberFormats, std::integer_sequence<int, index...>>> {
+  using Each = Arrays<NumberFormats>;
 
   typename Each::Grad::Padded grad;
   typename Each::Param::Padded param;
   Entries<typename Each::template Buffer<index>::Padded...> buffers;
 
-  // Returns streams that point into the copies.
-  AMP_EXT_INLINE Each open(const Each& streams, int64_t count) {
-    return {grad.open(streams.grad, count),
-            param.open(streams.param, count),
-            {{entry<index>(buffers).open(entry<index>(streams.buffers), count)}...}};
+  // Returns the arrays of the copies.
+  AMP_EXT_INLINE Each open(const Each& arrays, int64_t count) {
+    return {grad.open(arrays.grad, count),
+            param.open(arrays.param, count),
+            {{entry<index>(buffers).open(entry<index>(arrays.buffers), count)}...}};
   }
 
   AMP_EXT_INLINE void close(int64_t count, bool writes_grad) {
@@ -183,25 +183,24 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
 
 // Updates `count` elements: whole vectors, at most kChunkSize if an array has to be rounded. May
 // prefetch the first `rest` elements.
-template <typename Streams, typename Functor, typename T>
-AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
-                                 const Streams& streams, const Dither& dither, int64_t count,
-                                 int64_t rest) {
+template <typename Arrays, typename Functor, typename T>
+AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, const Arrays& arrays,
+                                 const Dither& dither, int64_t count, int64_t rest) {
   using V = Vector<T>;
-  using NumberFormats = typename Streams::NumberFormats;
+  using NumberFormats = typename Arrays::NumberFormats;
   constexpr int kBuffers = NumberFormats::kBuffers;
   alignas(64) T scratch[2 + kBuffers][kChunkSize];
-  T* const grads = streams.grad.results_in(scratch[0]);
-  T* const params = streams.param.results_in(scratch[1]);
+  T* const grads = arrays.grad.results_in(scratch[0]);
+  T* const params = arrays.param.results_in(scratch[1]);
   T* buffers[NumberFormats::kArraySize];
-  streams.results_in(scratch + 2, buffers);
-  constexpr int64_t kAsked = kAskedFor<T, Streams::kIsNative>;
+  arrays.results_in(scratch + 2, buffers);
+  constexpr int64_t kAsked = kAskedFor<T, Arrays::kIsNative>;
   for (int64_t i = 0; i < count; i += kLanes<T>) {
-    if (i % kAsked == 0 && i + Streams::kFarthest < rest) streams.prefetch_ahead(i, kAsked);
-    const V old_grad = streams.grad.template load<V>(i);
-    const V old_param = streams.param.template load<V>(i);
+    if (i % kAsked == 0 && i + Arrays::kFarthest < rest) arrays.prefetch_ahead(i, kAsked);
+    const V old_grad = arrays.grad.template load<V>(i);
+    const V old_param = arrays.param.template load<V>(i);
     V old_elements[NumberFormats::kArraySize];
-    streams.load_buffers(i, old_elements);
+    arrays.load_buffers(i, old_elements);
     V grad = constants.unscale_and_clip(old_grad);
     V param = old_param;
     V elements[NumberFormats::kArraySize];
@@ -217,7 +216,7 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
       }
       if constexpr (NumberFormats::kRoot >= 0) {
         V& root = elements[NumberFormats::kRoot];
-        root = select(is_updated, root, streams.template stored_root<V>(i));
+        root = select(is_updated, root, arrays.template stored_root<V>(i));
       }
     }
     if (constants.write_back_grads) store(grads + i, grad);
@@ -225,31 +224,31 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants,
     for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
   }
   if (constants.write_back_grads && constants.skip_nonfinite) {
-    round_finite_results(grads, count, streams.grad.elements);
+    round_finite_results(grads, count, arrays.grad.elements);
   } else if (constants.write_back_grads) {
-    round_chunk(streams.grad, grads, count, {});
+    round_chunk(arrays.grad, grads, count, {});
   }
-  round_chunk(streams.param, params, count, dither.of_param());
-  streams.round_buffers(buffers, count, dither);
+  round_chunk(arrays.param, params, count, dither.of_param());
+  arrays.round_buffers(buffers, count, dither);
 }
 
-template <typename Streams, typename Functor, typename T>
+template <typename Arrays, typename Functor, typename T>
 void step_tile_of(const TensorConstants<Functor, T>& tensor_constants, const Tile& tile) {
   const TensorConstants<Functor, T> constants = tensor_constants;  // copied into registers
   Dither dither(tile.args, constants.step);
   for (int64_t offset = tile.begin; offset < tile.end;) {
     const int64_t rest = tile.end - offset;
-    Streams streams = Streams::at(tile.args, offset);
+    Arrays arrays = Arrays::at(tile.args, offset);
     int64_t count = rest / kLanes<T> * kLanes<T>;
-    if (!Streams::kIsNative) count = std::min(count, kChunkSize);
-    Tail<Streams> tail;
+    if (!Arrays::kIsNative) count = std::min(count, kChunkSize);
+    Tail<Arrays> tail;
     const bool is_tail = count == 0;
     if (is_tail) {
-      streams = tail.open(streams, rest);
+      arrays = tail.open(arrays, rest);
       count = kLanes<T>;
     }
-    if (!Streams::kIsNative) dither.begin(offset, count);
-    update_chunk(constants, streams, dither, count, tile.end_ahead - offset);
+    if (!Arrays::kIsNative) dither.begin(offset, count);
+    update_chunk(constants, arrays, dither, count, tile.end_ahead - offset);
     if (is_tail) tail.close(rest, constants.write_back_grads);
     offset += count;
   }
@@ -275,11 +274,11 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
       if (!has_formats<NumberFormats>(tile.args)) return false;
       if constexpr (kHasFastPath<Functor, NumberFormats>) {
         if (is_usual && has_usual_dither<NumberFormats>(tile.args)) {
-          fast_step_tile_of<Streams<NumberFormats>>(constants, tile);
+          fast_step_tile_of<Arrays<NumberFormats>>(constants, tile);
           return true;
         }
       }
-      step_tile_of<Streams<NumberFormats>>(constants, tile);
+      step_tile_of<Arrays<NumberFormats>>(constants, tile);
       return true;
     }
   };

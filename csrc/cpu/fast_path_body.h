@@ -139,9 +139,9 @@ AMP_EXT_INLINE void fast_store(const Numbers<Split<BFloat16, kBits>>& numbers, i
 }
 
 // The results of a group before they are stored.
-template <typename Streams>
+template <typename Arrays>
 struct FastGroup {
-  using NumberFormats = typename Streams::NumberFormats;
+  using NumberFormats = typename Arrays::NumberFormats;
   using V = Vector<float>;
   using U = Vector<uint32_t>;
   static constexpr bool kHasRoots = NumberFormats::kRoot >= 0;
@@ -164,11 +164,10 @@ struct FastGroup {
 
   // Updates the group of elements that starts at `first`. Returns true if no element is unusual.
   template <typename Functor>
-  AMP_EXT_INLINE bool update(const TensorConstants<Functor, float>& constants,
-                             const Streams& streams, int64_t first, const uint32_t* phases,
-                             bool asks_ahead) {
-    const auto& first_moments = entry<0>(streams.buffers);
-    const auto& second_moments = entry<1>(streams.buffers);
+  AMP_EXT_INLINE bool update(const TensorConstants<Functor, float>& constants, const Arrays& arrays,
+                             int64_t first, const uint32_t* phases, bool asks_ahead) {
+    const auto& first_moments = entry<0>(arrays.buffers);
+    const auto& second_moments = entry<1>(arrays.buffers);
     NanSeen nan;
     U unusual = {};  // not 0 in lanes with an unusual number
     if constexpr (NumberFormats::kHasRatios) {
@@ -183,7 +182,7 @@ struct FastGroup {
     const Words words = {phases, constants.step * kStride1};
     for (int block = 0; block < kBlocks; ++block) {
       const int64_t begin = first + block * kBlockSize;
-      if (asks_ahead && block % 2 == 0) streams.prefetch_ahead(begin, 2 * kBlockSize);
+      if (asks_ahead && block % 2 == 0) arrays.prefetch_ahead(begin, 2 * kBlockSize);
       [[maybe_unused]] V old_unit;
       [[maybe_unused]] U largest_root = {};
       if constexpr (kHasRoots) {
@@ -217,8 +216,8 @@ struct FastGroup {
         } else {
           first_moment = fast_load(first_moments, index);
         }
-        V param = fast_load(streams.param, index);
-        const V grad = streams.grad.template load<V>(index) * constants.grad_factor;
+        V param = fast_load(arrays.param, index);
+        const V grad = arrays.grad.template load<V>(index) * constants.grad_factor;
         const V root = constants.update(grad, param, first_moment, second_moment);
         updated[k] = param;
         store(params + place * kLanes<float>, param);
@@ -258,10 +257,10 @@ struct FastGroup {
   }
 
   // Quantizes the results and stores them as the group that starts at `first`.
-  AMP_EXT_INLINE void store_at(const Streams& streams, int64_t first, const uint32_t* phases,
+  AMP_EXT_INLINE void store_at(const Arrays& arrays, int64_t first, const uint32_t* phases,
                                uint32_t step) const {
-    const auto& first_moments = entry<0>(streams.buffers);
-    const auto& second_moments = entry<1>(streams.buffers);
+    const auto& first_moments = entry<0>(arrays.buffers);
+    const auto& second_moments = entry<1>(arrays.buffers);
     if constexpr (kHasRoots) {
       std::memcpy(second_moments.exponents + first / kBlockSize, exponents, kBlocks);
     }
@@ -306,22 +305,22 @@ struct FastGroup {
       } else {
         fast_store<kDithers<0>>(first_moments, index, firsts + offset, words(kStride0));
       }
-      fast_store<true>(streams.param, index, params + offset, words(kParamStride));
+      fast_store<true>(arrays.param, index, params + offset, words(kParamStride));
     }
   }
 };
 
 // Updates the elements of a tile. The fast path must support the tensor's options and dithering.
-template <typename Streams, typename Functor>
+template <typename Arrays, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   TensorConstants<Functor, float> fast = constants;
   fast.update = constants.update.usual();
   fast.grad_factor = constants.grad_factor * constants.direction;
   const auto step_generally = [&](int64_t begin, int64_t end) {
-    step_tile_of<Streams>(constants,
-                          {tile.args, tile.index, tile.index_of_tile, begin, end, tile.end_ahead});
+    step_tile_of<Arrays>(constants,
+                         {tile.args, tile.index, tile.index_of_tile, begin, end, tile.end_ahead});
   };
-  const Streams streams = Streams::at(tile.args, 0);
+  const Arrays arrays = Arrays::at(tile.args, 0);
   const int64_t end = tile.begin + (tile.end - tile.begin) / kGroupSize * kGroupSize;
   alignas(64) uint32_t room[kChunkSize + kBesidePhases];
   for (int64_t offset = tile.begin; offset < end;) {
@@ -329,10 +328,10 @@ void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const T
     const uint32_t* phases = fill_phases(tile.args.global_offset + offset, count, room);
     for (int64_t i = 0; i < count; i += kGroupSize) {
       const int64_t first = offset + i;
-      const bool asks_ahead = first + kGroupSize + Streams::kFarthest <= tile.end_ahead;
-      FastGroup<Streams> group;
-      if (group.update(fast, streams, first, phases + i, asks_ahead)) {
-        group.store_at(streams, first, phases + i, fast.step);
+      const bool asks_ahead = first + kGroupSize + Arrays::kFarthest <= tile.end_ahead;
+      FastGroup<Arrays> group;
+      if (group.update(fast, arrays, first, phases + i, asks_ahead)) {
+        group.store_at(arrays, first, phases + i, fast.step);
       } else {
         step_generally(first, first + kGroupSize);
       }

@@ -13,7 +13,7 @@ namespace {
 
 // The arrays of one weight tensor and its average.
 template <typename WeightFormat, typename AverageFormat>
-struct AveragedStreams {
+struct AveragedArrays {
   using Weights = Numbers<WeightFormat>;
   using Averages = Numbers<AverageFormat>;
   static constexpr int kPackSize = 16 / std::min(Weights::kLeastBytes, Averages::kLeastBytes);
@@ -66,19 +66,18 @@ struct AveragedStreams {
   }
 };
 
-template <typename Streams>
+template <typename Arrays>
 struct AverageArguments {
   static constexpr int kOtherBytes = 2 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::Averages::kMayDither>
-      table;
+  TensorTable<Arrays::kPointers, kArgumentBytes - kOtherBytes, Arrays::Averages::kMayDither> table;
   const double* weight;
   const double* number;
 };
 
-template <typename Streams, typename Shape>
+template <typename Arrays, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    average_kernel(const AverageArguments<Streams> __grid_constant__ arguments) {
+    average_kernel(const AverageArguments<Arrays> __grid_constant__ arguments) {
   AMP_EXT_SHARED(AverageStep, shared_step);
   if (threadIdx.x == 0) shared_step = AverageStep::of(*arguments.weight, *arguments.number);
   __syncthreads();
@@ -87,27 +86,27 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const auto& table = arguments.table;
   const auto tile = static_cast<int32_t>(blockIdx.x);
   const int tensor = table.tensor_of(tile);
-  Streams streams{Streams::Weights::at(table.pointers, tensor),
-                  Streams::Averages::at(table.pointers + Streams::Weights::kPointers, tensor), 0};
-  if constexpr (Streams::Averages::kMayDither) {
-    streams.global_offset = step.dither_place(table.dither.global_offset[tensor]);
+  Arrays arrays{Arrays::Weights::at(table.pointers, tensor),
+                Arrays::Averages::at(table.pointers + Arrays::Weights::kPointers, tensor), 0};
+  if constexpr (Arrays::Averages::kMayDither) {
+    arrays.global_offset = step.dither_place(table.dither.global_offset[tensor]);
   }
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);
-  for_each_pack<Shape, Streams::kPackSize>(
-      begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
-        constexpr int kCount = decltype(count)::value;
-        streams.template update<kCount, decltype(packs)::value>(step, index,
-                                                                Shape::kThreads * kCount);
-      });
+  for_each_pack<Shape, Arrays::kPackSize>(begin, arrays.first_pack(begin, end), end,
+                                          [&](int64_t index, auto count, auto packs) {
+                                            constexpr int kCount = decltype(count)::value;
+                                            arrays.template update<kCount, decltype(packs)::value>(
+                                                step, index, Shape::kThreads * kCount);
+                                          });
 }
 
-// Averages the tensors with the number formats of `Streams`, and counts them in `launched`.
-template <typename Streams, typename HasFormats>
+// Averages the tensors with the number formats of `Arrays`, and counts them in `launched`.
+template <typename Arrays, typename HasFormats>
 int launch_average(const AverageLaunch& launch_of_all, cudaStream_t stream,
                    const HasFormats& has_formats, int64_t& launched) {
-  using Shape = typename Streams::Shape;
-  using Arguments = AverageArguments<Streams>;
+  using Shape = typename Arrays::Shape;
+  using Arguments = AverageArguments<Arrays>;
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   Arguments arguments;
   arguments.weight = launch_of_all.weight;
@@ -116,7 +115,7 @@ int launch_average(const AverageLaunch& launch_of_all, cudaStream_t stream,
   const auto flush = [&]() -> int {
     launched += table.count;
     const int error =
-        launch(average_kernel<Streams, Shape>, table.blocks(), Shape::kThreads, stream, arguments);
+        launch(average_kernel<Arrays, Shape>, table.blocks(), Shape::kThreads, stream, arguments);
     table.clear(table.tile_size);
     return error;
   };
@@ -131,8 +130,8 @@ int launch_average(const AverageLaunch& launch_of_all, cudaStream_t stream,
     }
     const int index = table.add(args, 0);
     table.pointers[0][index] = args.param;
-    if (Streams::Weights::kPointers > 1) table.pointers[1][index] = args.master_param;
-    table.pointers[Streams::Weights::kPointers][index] = args.buffers[0];
+    if (Arrays::Weights::kPointers > 1) table.pointers[1][index] = args.master_param;
+    table.pointers[Arrays::Weights::kPointers][index] = args.buffers[0];
   }
   return table.count > 0 ? flush() : 0;
 }
@@ -145,7 +144,7 @@ int average(const AverageLaunch& launch, cudaStream_t stream) {
   any_formats_of_averages([&](auto weight, auto average) {
     using Weight = decltype(weight);
     using Average = decltype(average);
-    error = launch_average<AveragedStreams<Weight, Average>>(
+    error = launch_average<AveragedArrays<Weight, Average>>(
         launch, stream, has_formats_of_average<Weight, Average>, launched);
     return error != 0 || launched == launch.count;
   });

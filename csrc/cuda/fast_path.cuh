@@ -322,24 +322,24 @@ struct FastConstants {
   }
 };
 
-template <typename Functor, typename Streams,
-          typename Indices = typename Streams::NumberFormats::Indices>
+template <typename Functor, typename Arrays,
+          typename Indices = typename Arrays::NumberFormats::Indices>
 struct FastPath;
-template <typename Functor, typename Streams, int... index>
-struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
-  using NumberFormats = typename Streams::NumberFormats;
-  static constexpr int kCount = NumberFormats::kHasCodes ? 8 : Streams::kPackSize;
+template <typename Functor, typename Arrays, int... index>
+struct FastPath<Functor, Arrays, std::integer_sequence<int, index...>> {
+  using NumberFormats = typename Arrays::NumberFormats;
+  static constexpr int kCount = NumberFormats::kHasCodes ? 8 : Arrays::kPackSize;
   static constexpr bool kDivides = NumberFormats::kSecondMoment >= 0;
-  static_assert(!Streams::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
+  static_assert(!Arrays::kMayDither || kCount == 8, "the dithered phases of a pack have one hash");
 
   // KernelTensorArgs::dithered for default options; 8-bit buffers are always dithered.
   static constexpr uint8_t kByDefault =
       dithered_by_default<typename NumberFormats::Hyperparameters>();
   template <int buffer>
-  static constexpr bool kDithers = Streams::template kDithers<buffer> &&
+  static constexpr bool kDithers = Arrays::template kDithers<buffer> &&
                                    ((kByDefault & (kDithersBuffer0 << buffer)) != 0 ||
                                     is_code(NumberFormats::template Buffer<buffer>::kFormat));
-  static constexpr uint8_t kDithered = ((Streams::Param::kMayDither ? kDithersParam : 0) | ... |
+  static constexpr uint8_t kDithered = ((Arrays::Param::kMayDither ? kDithersParam : 0) | ... |
                                         (kDithers<index> ? kDithersBuffer0 << index : 0));
 
   // True if the fast path supports the alignment and the dithering of a tensor.
@@ -349,7 +349,7 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     };
     return args.dithered == kDithered && is_aligned(args.grad) && is_aligned(args.param) &&
            is_aligned(args.master_param) && (... && is_aligned(args.buffers[index])) &&
-           (!Streams::kMayDither || args.global_offset % 8 == 0);
+           (!Arrays::kMayDither || args.global_offset % 8 == 0);
   }
 
   struct Packs {
@@ -360,27 +360,24 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
 
   // Prefetches the pack kAhead elements after `first` in all input arrays, if `there` is true.
   template <int kAhead>
-  static __device__ __forceinline__ void prefetch(const Streams& streams, int64_t first,
-                                                  bool there) {
-    streams.grad.template prefetch<kAhead>(first, there);
-    streams.param.template prefetch<kAhead>(first, there);
-    (entry<index>(streams.buffers).template prefetch<kAhead>(first, there), ...);
+  static __device__ __forceinline__ void prefetch(const Arrays& arrays, int64_t first, bool there) {
+    arrays.grad.template prefetch<kAhead>(first, there);
+    arrays.param.template prefetch<kAhead>(first, there);
+    (entry<index>(arrays.buffers).template prefetch<kAhead>(first, there), ...);
   }
 
   // Updates the pack at `first` and returns true, unless a pack of the warp has an unusual number.
   // All threads of a warp must call this function. A thread that is not `inside` only votes.
   template <Division kDivision>
   static __device__ __forceinline__ bool update(const FastConstants<Functor>& constants,
-                                                const Streams& streams, int64_t first,
-                                                bool inside) {
+                                                const Arrays& arrays, int64_t first, bool inside) {
     Packs packs;
-    packs.grad.load(streams.grad, first);
-    packs.param.load(streams.param, first);
-    (entry<index>(packs.buffers).load(entry<index>(streams.buffers), first), ...);
+    packs.grad.load(arrays.grad, first);
+    packs.param.load(arrays.param, first);
+    (entry<index>(packs.buffers).load(entry<index>(arrays.buffers), first), ...);
 
-    const auto phase = Streams::kMayDither
-                           ? dither_phase(static_cast<uint64_t>(streams.global_offset + first))
-                           : 0u;
+    const auto phase =
+        Arrays::kMayDither ? dither_phase(static_cast<uint64_t>(arrays.global_offset + first)) : 0u;
     Unusual unusual;
     (note_codes<index>(packs, unusual), ...);
     float params[kCount];
@@ -409,15 +406,15 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
     __syncwarp();
     if (__any_sync(0xffffffffu, is_unusual)) return false;
 
-    packs.param.template set<Streams::Param::kMayDither>(params, word_of(kParamStride));
+    packs.param.template set<Arrays::Param::kMayDither>(params, word_of(kParamStride));
     [[maybe_unused]] uint32_t inverses[kCount];
     (set_buffer<index, /*kIsRatio=*/false>(
          packs, index == NumberFormats::kRoot ? roots : buffers[index], inverses, word_of),
      ...);
     (set_buffer<index, /*kIsRatio=*/true>(packs, buffers[index], inverses, word_of), ...);
     if (!inside) return true;
-    packs.param.store(streams.param, first);
-    (entry<index>(packs.buffers).store(entry<index>(streams.buffers), first), ...);
+    packs.param.store(arrays.param, first);
+    (entry<index>(packs.buffers).store(entry<index>(arrays.buffers), first), ...);
     return true;
   }
 
@@ -479,14 +476,14 @@ struct FastPath<Functor, Streams, std::integer_sequence<int, index...>> {
 
 // True if a functor has a fast path for these number formats. With 32-bit buffers, a step waits for
 // memory, and the general kernel takes as long.
-template <typename Functor, typename Streams>
+template <typename Functor, typename Arrays>
 inline constexpr bool kHasFastPath = false;
-template <typename Streams>
-inline constexpr bool kHasFastPath<Adam<float>, Streams> =
-    Streams::kHasLowPrecisionBuffers && Streams::NumberFormats::kBuffers == 2;
-template <typename Streams>
-inline constexpr bool kHasFastPath<Lion<float>, Streams> = Streams::kHasLowPrecisionBuffers;
-template <typename Streams>
-inline constexpr bool kHasFastPath<Sgd<float>, Streams> = Streams::kHasLowPrecisionBuffers;
+template <typename Arrays>
+inline constexpr bool kHasFastPath<Adam<float>, Arrays> =
+    Arrays::kHasLowPrecisionBuffers && Arrays::NumberFormats::kBuffers == 2;
+template <typename Arrays>
+inline constexpr bool kHasFastPath<Lion<float>, Arrays> = Arrays::kHasLowPrecisionBuffers;
+template <typename Arrays>
+inline constexpr bool kHasFastPath<Sgd<float>, Arrays> = Arrays::kHasLowPrecisionBuffers;
 
 }  // namespace amp_ext::cuda

@@ -42,7 +42,7 @@ struct GradientTile {
     const auto tile = static_cast<int32_t>(blockIdx.x);
     const int tensor = table.tensor_of(tile);
     grad = static_cast<Storage*>(table.pointers[0][tensor]);
-    index = table.group[tensor];
+    index = table.group[tensor];  // without hyperparameters, the index of the tensor
     begin = table.begin_of(tile, tensor);
     end = table.end_of(begin, tensor);
   }

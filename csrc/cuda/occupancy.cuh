@@ -27,17 +27,17 @@ template <>
 inline constexpr Weight kWeight<Adam, 3> = Weight::kHeavy;
 
 // Returns the number of blocks for the general kernel. `architecture` is 900 for sm_90.
-template <template <typename> class Functor, typename Streams>
+template <template <typename> class Functor, typename Arrays>
 constexpr int blocks_on(int architecture) {
-  using NumberFormats = typename Streams::NumberFormats;
+  using NumberFormats = typename Arrays::NumberFormats;
   using Param = typename NumberFormats::Param;
   constexpr Weight kFormula = kWeight<Functor, NumberFormats::kBuffers>;
-  constexpr bool kHasLowPrecisionBuffers = Streams::kHasLowPrecisionBuffers;
+  constexpr bool kHasLowPrecisionBuffers = Arrays::kHasLowPrecisionBuffers;
   if (sizeof(typename NumberFormats::T) == 8) {
     return kFormula == Weight::kUnknown && architecture >= 1000 ? 1 : 2;
   }
   if (kFormula == Weight::kLeast) return NumberFormats::kHasSplitMaster ? 3 : 4;
-  if (Streams::kPackSize == 4 && kFormula != Weight::kUnknown) {
+  if (Arrays::kPackSize == 4 && kFormula != Weight::kUnknown) {
     return kHasLowPrecisionBuffers && architecture >= 1000 ? 3 : 4;
   }
   if (kFormula == Weight::kHeavy || kFormula == Weight::kUnknown) {
@@ -61,19 +61,19 @@ constexpr int blocks_on(int architecture) {
 }
 
 // Returns the number of threads in a block of the fast path.
-template <typename Streams>
+template <typename Arrays>
 constexpr int fast_threads() {
-  return sizeof(typename Streams::NumberFormats::Param::Stored) == 2 ? kThreads / 2 : kThreads;
+  return sizeof(typename Arrays::NumberFormats::Param::Stored) == 2 ? kThreads / 2 : kThreads;
 }
 
 // Returns the number of blocks for the fast path.
-template <template <typename> class Functor, typename Streams>
+template <template <typename> class Functor, typename Arrays>
 constexpr int fast_blocks_on(int architecture) {
   constexpr bool kTakesMore =
-      std::is_same_v<Functor<float>, Lion<float>> && Streams::NumberFormats::kHasCodes;
-  constexpr int kScale = kThreads / fast_threads<Streams>();
+      std::is_same_v<Functor<float>, Lion<float>> && Arrays::NumberFormats::kHasCodes;
+  constexpr int kScale = kThreads / fast_threads<Arrays>();
   if (architecture >= 900 && architecture < 1000) return (kTakesMore ? 3 : 4) * kScale;
-  return blocks_on<Functor, Streams>(architecture) * kScale;
+  return blocks_on<Functor, Arrays>(architecture) * kScale;
 }
 
 }  // namespace amp_ext::cuda

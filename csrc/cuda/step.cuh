@@ -26,9 +26,9 @@ enum class Dithers { kNone, kSome, kAll };
 
 // The arrays of one tensor: gradient, parameter, master weight and buffers.
 template <typename FormatsOfKernel, typename Indices = typename FormatsOfKernel::Indices>
-struct Streams;
+struct Arrays;
 template <typename FormatsOfKernel, int... index>
-struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
+struct Arrays<FormatsOfKernel, std::integer_sequence<int, index...>> {
   using NumberFormats = FormatsOfKernel;
   using Grad = Numbers<typename NumberFormats::Grad>;
   using Param = Numbers<typename NumberFormats::Param>;
@@ -87,21 +87,21 @@ struct Streams<FormatsOfKernel, std::integer_sequence<int, index...>> {
   }
 
   template <typename Table>
-  __device__ static Streams at(const Table& table, int tensor) {
-    Streams streams{Grad::at(table.pointers, tensor),
-                    Param::at(table.pointers + Grad::kPointers, tensor),
-                    {{Buffer<index>::at(table.pointers + kFirstPointer<index>, tensor)}...},
-                    0,
-                    0};
+  __device__ static Arrays at(const Table& table, int tensor) {
+    Arrays arrays{Grad::at(table.pointers, tensor),
+                  Param::at(table.pointers + Grad::kPointers, tensor),
+                  {{Buffer<index>::at(table.pointers + kFirstPointer<index>, tensor)}...},
+                  0,
+                  0};
     if constexpr (kMayDither) {
-      streams.global_offset = table.dither.global_offset[tensor];
-      streams.dithered = table.dither.dithered[tensor];
+      arrays.global_offset = table.dither.global_offset[tensor];
+      arrays.dithered = table.dither.dithered[tensor];
     }
-    return streams;
+    return arrays;
   }
 
   // Returns the first index in [begin, end) at which packs can start, or `end` if there is none.
-  // Packs start at a 16-byte boundary of all streams; with blockwise formats only at `begin`.
+  // Packs start at a 16-byte boundary of all arrays; with blockwise formats only at `begin`.
   __device__ int64_t first_pack(int64_t begin, int64_t end) const {
     const int64_t first = begin + param.elements_to_boundary(begin);
     const bool aligned = first < end && (!NumberFormats::kHasBlocks || first == begin) &&
@@ -297,24 +297,24 @@ inline constexpr int kArchitecture = 0;
 #endif
 
 // StepShape is a class: an alias would be different types in host code and in code for sm_100.
-template <template <typename> class Functor, typename Streams>
+template <template <typename> class Functor, typename Arrays>
 struct StepShape
-    : Shape<kThreads, Streams::kTileSize, blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
+    : Shape<kThreads, Arrays::kTileSize, blocks_on<Functor, Arrays>(kArchitecture), 1, 2048> {};
 
 // Shape of the fast path. Its small blocks of 128 threads prefetch, which keeps memory busy while
 // other blocks compute. For float32 parameters, 128 took 8 % longer than 256 with 8-bit states on
 // an H200.
-template <template <typename> class Functor, typename Streams>
-struct FastShape : Shape<fast_threads<Streams>(), Streams::NumberFormats::kHasCodes ? 8192 : 4096,
-                         fast_blocks_on<Functor, Streams>(kArchitecture), 1, 2048> {};
+template <template <typename> class Functor, typename Arrays>
+struct FastShape : Shape<fast_threads<Arrays>(), Arrays::NumberFormats::kHasCodes ? 8192 : 4096,
+                         fast_blocks_on<Functor, Arrays>(kArchitecture), 1, 2048> {};
 
-template <typename Functor, typename Streams, typename Shape>
+template <typename Functor, typename Arrays, typename Shape>
 struct StepArguments {
   using Hyperparameters = typename Functor::Hyperparameters;
   static constexpr int kOtherBytes = kMaxGroups * sizeof(Hyperparameters) + sizeof(int64_t) +
                                      sizeof(GradientInputs) + 3 * sizeof(void*);
 
-  TensorTable<Streams::kPointers, kArgumentBytes - kOtherBytes, Streams::kMayDither> table;
+  TensorTable<Arrays::kPointers, kArgumentBytes - kOtherBytes, Arrays::kMayDither> table;
   Hyperparameters groups[kMaxGroups];
   int32_t number_of_groups;
   GradientInputs inputs;
@@ -326,11 +326,11 @@ struct StepArguments {
 // Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
 // general code then updates the packs with unusual numbers, and up to 31 elements after the last
 // multiple of 32.
-template <typename Functor, typename Shape, typename Streams, typename Constants>
-__device__ __forceinline__ void update_by_fast_path(const Streams& streams,
+template <typename Functor, typename Shape, typename Arrays, typename Constants>
+__device__ __forceinline__ void update_by_fast_path(const Arrays& arrays,
                                                     const Constants& constants, uint32_t place_bits,
                                                     int64_t begin, int64_t end) {
-  using Path = FastPath<Functor, Streams>;
+  using Path = FastPath<Functor, Arrays>;
   constexpr int kOfWarp = 32 * Path::kCount;
   constexpr int kStride = Shape::kThreads * Path::kCount;
   static_assert(Shape::kTileSize / kStride <= 32, "a bit for each pack of a thread");
@@ -346,9 +346,9 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
     const bool inside = own < whole;
     const int64_t index = begin + (inside ? own : i);
     if constexpr (Shape::kThreads < kThreads) {
-      Path::template prefetch<kStride>(streams, index, own + kStride < whole);
+      Path::template prefetch<kStride>(arrays, index, own + kStride < whole);
     }
-    if (!Path::template update<Division::kFast>(fast, streams, index, inside)) {
+    if (!Path::template update<Division::kFast>(fast, arrays, index, inside)) {
       left |= 1u << i / kStride;
     }
   }
@@ -360,7 +360,7 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
       const int32_t own = i + lane * Path::kCount;
       const bool inside = own < whole;
       const int64_t index = begin + (inside ? own : i);
-      if (Path::template update<Division::kExact>(fast, streams, index, inside)) {
+      if (Path::template update<Division::kExact>(fast, arrays, index, inside)) {
         left &= ~(1u << i / kStride);
       }
     }
@@ -371,7 +371,7 @@ __device__ __forceinline__ void update_by_fast_path(const Streams& streams,
     const bool is_left = (left >> i / kStride & 1) != 0;
 #pragma unroll 1
     for (int32_t k = (is_left ? i : max(i, whole)) + lane; k < last; k += 32) {
-      streams.template update<1, 1, Streams::kUsually>(constants, begin + k, 0);
+      arrays.template update<1, 1, Arrays::kUsually>(constants, begin + k, 0);
     }
   }
 }
@@ -386,10 +386,10 @@ struct BlockState {
   bool skip;
 };
 
-template <typename Functor, typename Streams, typename Shape, bool kFast>
+template <typename Functor, typename Arrays, typename Shape, bool kFast>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
-    step_kernel(const StepArguments<Functor, Streams, Shape> __grid_constant__ arguments) {
-  using Constants = TensorConstants<Functor, typename Streams::T>;
+    step_kernel(const StepArguments<Functor, Arrays, Shape> __grid_constant__ arguments) {
+  using Constants = TensorConstants<Functor, typename Arrays::T>;
   AMP_EXT_SHARED(BlockState<Constants>, block);
   const auto& table = arguments.table;
   const auto tile = static_cast<int32_t>(blockIdx.x);
@@ -411,30 +411,31 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   if (block.skip) return;
   uint32_t blocks_before = 0;
   if (threadIdx.x == 0 && arguments.block_counter != nullptr) {
-    // count_block() uses atomicInc, whose result is needed after the update; atomicAdd would wait
-    // here.
+    // This block has read its step counter, so the last one to be counted may write the counters,
+    // also while others still update. The atomicInc runs during the update, after which its result
+    // is needed; for an atomicAdd, nvcc would wait here.
     blocks_before = count_block(arguments.block_counter);
   }
 
-  const Streams streams = Streams::at(table, tensor);
+  const Arrays arrays = Arrays::at(table, tensor);
   const Constants& constants = block.constants;  // a copy in registers would be spilled
   const int64_t begin = table.begin_of(tile, tensor);
   const int64_t end = table.end_of(begin, tensor);
   [[maybe_unused]] const auto update_all = [&](auto dithers) {
-    for_each_pack<Shape, Streams::kPackSize>(
-        begin, streams.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
+    for_each_pack<Shape, Arrays::kPackSize>(
+        begin, arrays.first_pack(begin, end), end, [&](int64_t index, auto count, auto packs) {
           constexpr int kCount = decltype(count)::value;
-          streams.template update<kCount, decltype(packs)::value, decltype(dithers)::value>(
+          arrays.template update<kCount, decltype(packs)::value, decltype(dithers)::value>(
               constants, index, Shape::kThreads * kCount);
         });
   };
   if constexpr (kFast) {
-    update_by_fast_path<Functor, Shape>(streams, constants, block.place_bits, begin, end);
-  } else if constexpr (Streams::kMayDither) {
-    if (Streams::has_usual_dither(streams.dithered)) {
-      update_all(std::integral_constant<Dithers, Streams::kUsually>());
+    update_by_fast_path<Functor, Shape>(arrays, constants, block.place_bits, begin, end);
+  } else if constexpr (Arrays::kMayDither) {
+    if (Arrays::has_usual_dither(arrays.dithered)) {
+      update_all(std::integral_constant<Dithers, Arrays::kUsually>());
     } else {
-      update_all(std::integral_constant<Dithers, Streams::kElse>());
+      update_all(std::integral_constant<Dithers, Arrays::kElse>());
     }
   } else {
     update_all(std::integral_constant<Dithers, Dithers::kNone>());
@@ -451,10 +452,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
 // Steps tensors that have these number formats: with kFast, those that the fast path supports,
 // otherwise those that are not launched yet. Returns an error code. Adds the number of tensors with
 // these formats to `had`, and the number of stepped tensors to `launched`.
-template <typename Functor, typename Streams, typename Shape, bool kFast>
+template <typename Functor, typename Arrays, typename Shape, bool kFast>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched, int64_t& had) {
-  using Arguments = StepArguments<Functor, Streams, Shape>;
+  using Arguments = StepArguments<Functor, Arrays, Shape>;
   static_assert(sizeof(Arguments) <= kArgumentBytes);
   const auto* hyperparameters =
       static_cast<const typename Functor::Hyperparameters*>(launch_of_all.hyperparameters);
@@ -470,7 +471,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
-    const int error = launch(step_kernel<Functor, Streams, Shape, kFast>, arguments.table.blocks(),
+    const int error = launch(step_kernel<Functor, Arrays, Shape, kFast>, arguments.table.blocks(),
                              Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
@@ -481,11 +482,11 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
   int32_t last_group = -1;
   for (int64_t i = 0; i < launch_of_all.count; ++i) {
     const KernelTensorArgs& args = launch_of_all.all_args[i];
-    if (!has_formats<typename Streams::NumberFormats>(args)) continue;
+    if (!has_formats<typename Arrays::NumberFormats>(args)) continue;
     ++had;
     if constexpr (kFast) {
       if (!Functor::has_fast_path(hyperparameters[args.group])) continue;
-      if (!FastPath<Functor, Streams>::takes(args)) continue;
+      if (!FastPath<Functor, Arrays>::takes(args)) continue;
     } else if (launch_of_all.is_launched[i]) {
       continue;
     }
@@ -504,7 +505,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
       last_group = args.group;
     }
     in_table[arguments.table.count] = i;
-    Streams::add(arguments.table, args, arguments.number_of_groups - 1);
+    Arrays::add(arguments.table, args, arguments.number_of_groups - 1);
     if (args.step != nullptr) arguments.block_counter = block_counter;
     ++launched;
   }
@@ -521,7 +522,7 @@ int step_combination(const StepLaunch& launch, int64_t first, uint32_t* block_co
     return 0;
   } else {
     using T = typename Combination::T;
-    using Each = Streams<FormatsOf<Combination, Hyperparameters, kBuffers>>;
+    using Each = Arrays<FormatsOf<Combination, Hyperparameters, kBuffers>>;
     using Shape = StepShape<Functor, Each>;
     if (!has_formats<typename Each::NumberFormats>(launch.all_args[first])) return 0;
     int64_t had = 0;
