@@ -60,7 +60,7 @@ docs: $(BUILT) $(DOCS_INSTALLED)  ## Builds the documentation: build/docs/index.
 test: $(BUILT)  ## Runs the tests; PYTEST_ARGS='-k adam' chooses
 	@$(PYTHON) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-quick: $(BUILT)  ## Runs those that take under a minute in all: no emulated rows, no programs
+test-quick: $(BUILT)  ## Runs those that are not slow: no emulated rows, no programs
 	@$(PYTHON) -m pytest $(PARALLEL) -m 'not slow' -k 'not emulated' $(PYTEST_ARGS)
 
 test-numbers: $(BUILT)  ## Stores and loads every float32 as engine and kernels do, over an hour
