@@ -53,6 +53,13 @@ def build_folder() -> Path:
     return own if own.is_dir() else package
 
 
+def build_info() -> dict[str, Any]:
+    """Returns what the build wrote about itself, or nothing if that is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((build_folder() / "_build_info.json").read_text()))
+    return {}
+
+
 def load_binary() -> Any:
     """Imports and returns the compiled module, or a stand-in whose first use raises ImportError."""
     package, folder = Path(__file__).parent, build_folder()
@@ -62,9 +69,7 @@ def load_binary() -> Any:
             f"this amp_ext was built for torch {', '.join(inside)}; you run torch "
             f"{torch.__version__}. Install one of these, or build amp_ext for yours: {_REBUILD}"
         )
-    built: dict[str, Any] = {"torch": torch.__version__, "cuda": None, "python": "unknown"}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # the file is missing or damaged
-        built |= json.loads((folder / "_build_info.json").read_text())
+    built = {"torch": torch.__version__, "cuda": None, "python": "unknown", **build_info()}
     builds = (
         f"amp_ext was built for torch {built['torch']} and Python {built['python']}; you run "
         f"torch {torch.__version__} and Python {platform.python_version()}. Rebuild: {_REBUILD}"

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_ext.bench.measure import describe
-from amp_ext.bench.steps import Step
+from amp_ext.bench import Step, describe
 
 CPU = torch.device("cpu")
 # Colours are safe for colour-blind readers.

@@ -23,8 +23,7 @@ import torch
 from torch.nn import Parameter
 
 import amp_ext
-from amp_ext.bench.measure import bytes_of, run_times
-from amp_ext.bench.steps import Program, Step, parse_work
+from amp_ext.bench import Program, Step, Work, bytes_of, run_times
 from amp_ext.text_table import format_table
 
 ELEMENTS = 2**28
@@ -50,7 +49,7 @@ Case = tuple[Step, float | None]  # a step, and the bytes that it moves if they 
 
 def program_of(form: str, *params: Parameter) -> Program:
     """Returns the step of an optimizer that a row of ``FORMS`` names."""
-    work = parse_work(form)
+    work = Work(form)
     options = {"master_weights": work.masters, "state_dtype": work.state_dtype}
     options |= {"momentum": 0.9} if work.optimizer == "SGD" else {}
     optimizer = getattr(amp_ext.optim, work.optimizer)(params, lr=1e-3, **options)
@@ -59,7 +58,7 @@ def program_of(form: str, *params: Parameter) -> Program:
 
 def drawn(form: str, *shape: int) -> Parameter:
     """Returns a random parameter with a gradient, in the dtype of a row of ``FORMS``."""
-    dtype = parse_work(form).dtype
+    dtype = Work(form).dtype
     param = Parameter((torch.randn(shape, device="cuda") * 0.02).to(dtype))
     param.grad = (torch.randn(shape, device="cuda") * 1e-3).to(dtype)
     return param
@@ -73,7 +72,7 @@ def copy() -> Case:
 def whole(form: str) -> Case:
     program = program_of(form, drawn(form, ELEMENTS // 1024, 1024))
     program.step()  # creates the states
-    return program.step, bytes_of(parse_work(form), program)[1] * ELEMENTS
+    return program.step, bytes_of(Work(form), program)[1] * ELEMENTS
 
 
 def rows_without_gradients(form: str, pruned: bool, steps: int = 2000) -> Case:

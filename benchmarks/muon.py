@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_ext
-from amp_ext.bench.measure import describe
+from amp_ext.bench import describe
 from amp_ext.text_table import format_table
 
 # Rows: the shapes of matrices, and how many there are of each.

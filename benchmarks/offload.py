@@ -31,8 +31,7 @@ from common import CPU, in_turns, make_parser, reason, states_of
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_ext.bench.measure import describe, make_streaming
-from amp_ext.bench.steps import OPTIONS
+from amp_ext.bench import OPTIONS, describe, make_streaming
 from amp_ext.memory import CONFIGURATIONS, Configuration, training_memory
 from amp_ext.optim import AdamW
 from amp_ext.optim.offload import OffloadedStates

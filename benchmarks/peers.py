@@ -38,15 +38,15 @@ from common import (
 )
 from torch.nn import Parameter
 
-from amp_ext.bench.measure import make_streaming, measure_row, run_times
-from amp_ext.bench.steps import (
+from amp_ext.bench import (
     OPTIONS,
     Program,
     ShapeList,
     Work,
     make_params,
     make_program,
-    parse_work,
+    make_streaming,
+    measure_row,
     row_name,
     scaled,
     uniform,
@@ -55,19 +55,21 @@ from amp_ext.bench.steps import (
 # Work that other packages can do, too: float32 parameters (FP32), and bf16 parameters with float32
 # states (WIDE), bf16 states (NARROW), or float32 masters and states (MASTER).
 FP32, WIDE, NARROW, MASTER = BESIDE_PEERS = [
-    parse_work("AdamW fp32"),
-    parse_work("AdamW bf16 + 32-bit states"),
-    parse_work("AdamW bf16 + 16-bit states"),
-    parse_work("AdamW bf16 + master"),
+    Work("AdamW fp32"),
+    Work("AdamW bf16 + 32-bit states"),
+    Work("AdamW bf16 + 16-bit states"),
+    Work("AdamW bf16 + master"),
 ]
 
 # Work in little memory: bf16 parameters with split masters, 10 or 7 bytes per parameter in all
 # (SPLIT, SPLIT8), and float32 parameters with 8-bit moments.
 SPLIT, SPLIT8, FP32_8BIT = LOW_MEMORY = [
-    parse_work("AdamW bf16 + split + bf16 states"),
-    parse_work("AdamW bf16 + split8 + 8bit states"),
-    parse_work("AdamW fp32 + 8bit states"),
+    Work("AdamW bf16 + split + bf16 states"),
+    Work("AdamW bf16 + split8 + 8bit states"),
+    Work("AdamW fp32 + 8bit states"),
 ]
+
+KINDS = {work.name: work for work in (*BESIDE_PEERS, *LOW_MEMORY)}
 
 NOTE = (
     "Times of a step, each the least of runs in turns in one process, and how many times as long "
@@ -222,13 +224,12 @@ def choose_rows(quick: bool, device: torch.device = CPU) -> list[tuple[Work, Sha
             rows += [(work, small) for work in (FP32, MASTER)]
         return rows
     large, small = [uniform(4, 8_000_000), uniform(300, 100_000)], small_model(3, 128)
-    works = [*BESIDE_PEERS, *LOW_MEMORY]
     if quick:
         return [(work, shapes) for shapes in (large[0], small) for work in BESIDE_PEERS]
-    rows = [(work, shapes) for shapes in large for work in works]
+    rows = [(work, shapes) for shapes in large for work in KINDS.values()]
     for shapes in [small, small_model(10, 256)]:
         rows += [(work, shapes) for work in BESIDE_PEERS]
-        rows += [(parse_work(f"{work.name} + scaler"), shapes) for work in BESIDE_PEERS]
+        rows += [(Work(f"{work.name} + scaler"), shapes) for work in BESIDE_PEERS]
     return rows
 
 
@@ -286,7 +287,7 @@ def kind(row: dict[str, Any]) -> str:
 def cell(row: dict[str, Any], side: str) -> str:
     """Formats the time of a side, with its ratio to ours."""
     figures = row["sides"][side]
-    time = f"{digits(figures['ns_per_element'])} ns"
+    time = f"{digits(1e9 * figures['seconds'] / row['elements'])} ns"
     if row["many_small"]:
         time = f"{digits(1e6 * figures['seconds'])} µs"
     if side == "ours":
@@ -310,7 +311,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not rows:
         parser.error(f"--filter {options.filter!r} matches no row")
-    run = functools.partial(run_times, seconds=0.05 if options.quick or device != CPU else 0.15)
     found = {side: find(peer) for side, peer in PEERS.items() if device.type in peer.devices}
     versions = {PEERS[side].distribution: v for side, (v, why) in found.items() if not why}
     result = new_result(device, rows=[])
@@ -320,14 +320,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     streaming = make_streaming(device)
 
     def measure(work: Work, shapes: ShapeList) -> None:
-        plain = parse_work(work.name.replace(" + scaler", ""))
+        plain = KINDS[work.name.replace(" + scaler", "")]
         sides = sides_of(plain, device)
         for side, (_, why) in found.items():
             if not why and plain in (*PEERS[side].does, *PEERS[side].differs):
                 sides.append(side)
         with contextlib.redirect_stdout(sys.stderr):
             programs = make_programs(work, shapes, sides, device, result["left_out"])
-            row = measure_row(work, shapes, programs, streaming, run)
+            row = measure_row(work, shapes, programs, streaming)
         unequal = [side for side in programs if differs(side, plain)]
         result["rows"].append({**row, "unequal": unequal})
 

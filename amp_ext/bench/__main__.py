@@ -7,30 +7,26 @@ python -m amp_ext.bench --json results.json   # all rows; also writes the result
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from amp_ext.bench import measure
-from amp_ext.bench.steps import choose_rows, make_params, make_program, row_name
+from amp_ext import bench
 from amp_ext.text_table import format_table
 
 NOTE = (
-    "Figures are amp_ext's; ÷ is torch's time divided by ours, in float32 that of our step with "
-    "float32 masters and moments; each the least of runs in turns. B stored is what an element has "
-    "between steps, with its gradient; B/elem. what a step must read and write, all that the share "
-    "of the stream counts, which is x.mul_(c), on a GPU y.copy_(x), and can be exceeded."
+    "÷ is the time of torch, or of our step with float32 masters and moments, divided by ours; the "
+    "fastest run counts. B stored: bytes of an element between two steps, with its gradient. "
+    "B/elem.: bytes that a step must read and write. of stream: their bandwidth as a share of that "
+    "of x.mul_(c), on a GPU of y.copy_(x). A step that prefetches can exceed it."
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measures the chosen rows, prints a table and writes the JSON file."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_ext.bench",
@@ -43,44 +39,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="the file that takes the figures")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    rows = choose_rows(device.type, options.quick)
-    chosen = [row for row in rows if re.search(options.filter, row_name(*row[:2]), re.IGNORECASE)]
+    rows = bench.choose_rows(device.type, options.quick)
+    chosen = {name: row for name, row in rows.items() if re.search(options.filter, name, re.I)}
     if not chosen:
-        names = "; ".join(row_name(*row[:2]) for row in rows)
-        parser.error(f"--filter {options.filter!r} matches no row of: {names}")
-    about = measure.describe(device)
-    run = functools.partial(measure.run_times, seconds=0.05 if options.quick else 0.15)
-    streaming = measure.make_streaming(device)
-    measured: list[dict[str, Any]] = []
+        parser.error(f"--filter {options.filter!r} matches no row of: {'; '.join(rows)}")
+    about = bench.describe(device)
+    streaming = bench.make_streaming(device)
+    measured = []
 
-    for work, shapes, sides in chosen:
-        print(f"{row_name(work, shapes)} ...", file=sys.stderr)
+    for name, (work, shapes, sides) in chosen.items():
+        print(f"{name} ...", file=sys.stderr)
         programs = {
-            side: make_program(side, work, make_params(work, shapes, device)) for side in sides
+            side: bench.make_program(side, work, bench.make_params(work, shapes, device))
+            for side in sides
         }
-        measured.append(measure.measure_row(work, shapes, programs, streaming, run))
+        measured.append(bench.measure_row(work, shapes, programs, streaming))
         if options.json:  # after every row, because a long run may be interrupted
             options.json.parent.mkdir(parents=True, exist_ok=True)
             result = {"surroundings": about, "arguments": sys.argv[1:], "rows": measured}
             options.json.write_text(json.dumps(result, indent=1) + "\n")
         del programs
         gc.collect()  # deletes the optimizers, which are in reference cycles
-    print("\n".join(about), "", make_table(measured), "", NOTE, sep="\n")
 
-
-def make_table(rows: list[dict[str, Any]]) -> str:
-    """Formats a table of all rows."""
-    sides = dict.fromkeys(side for row in rows for side in row["ratios"])
+    compared = dict.fromkeys(side for row in measured for side in row["ratios"])
     heads = ["tensors", "scaler.step + update", "B stored", "B/elem.", "ns/elem.", "of stream"]
-    table = [[*heads, *(f"÷ {side.replace('_', ' ')}" for side in sides)]]
-    for row in rows:
+    table = [[*heads, *(f"÷ {side.replace('_', ' ')}" for side in compared)]]
+    for row in measured:
         ours, ratios = row["sides"]["ours"], row["ratios"]
-        share = ours["share_of_streaming"]
-        figures = (row["bytes_stored"], row["bytes_per_element"], ours["ns_per_element"])
+        time, share = 1e9 * ours["seconds"] / row["elements"], ours["share_of_streaming"]
+        figures = (row["bytes_stored"], row["bytes_per_element"], time)
         cells = [row["shapes"], row["work"], *(f"{figure:.4g}" for figure in figures)]
         cells.append("" if share is None else f"{share:.1%}")
-        table.append(cells + [f"{ratios[side]:.2f}" if side in ratios else "" for side in sides])
-    return format_table(table, left=(0, 1))
+        table.append(cells + [f"{ratios[side]:.2f}" if side in ratios else "" for side in compared])
+    print("\n".join(about), "", format_table(table, left=(0, 1)), "", NOTE, sep="\n")
 
 
 if __name__ == "__main__":

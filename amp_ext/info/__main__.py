@@ -7,7 +7,6 @@ python -m amp_ext.info --check    # also compares a few real steps on each devic
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ import torch
 
 import amp_ext
 from amp_ext import ops
-from amp_ext.binary import build_folder
+from amp_ext.binary import build_folder, build_info
 from amp_ext.info.check import DTYPES, check, check_division
 
 PACKAGE = Path(amp_ext.__file__).parent
@@ -33,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="takes real steps on each device")
     options = parser.parse_args(arguments)
-    file = build_folder() / "_build_info.json"
-    build = json.loads(file.read_text()) if file.exists() else {}
+    build = build_info()
     gpus = range(torch.cuda.device_count())
     capabilities = ["{}.{}".format(*torch.cuda.get_device_capability(index)) for index in gpus]
     problems = []

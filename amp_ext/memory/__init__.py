@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_ext import optim
 from amp_ext.optim.formats import fits_blocks
@@ -74,9 +74,9 @@ class Configuration:
     master_weights: bool | Literal["split", "split8"] = True
     state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32
 
-    def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype that a parameter or buffer of this dtype has in training."""
-        return self.dtype if self.dtype and dtype.is_floating_point else dtype
+    def _stored_dtype(self, tensor: Tensor) -> torch.dtype:
+        """Returns the dtype that a parameter or buffer of the model has in training."""
+        return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
 
     @property
     def options(self) -> str:
@@ -85,23 +85,22 @@ class Configuration:
         return ", ".join(f"{each.name}={v!r}" for each, v in given if v != each.default)
 
 
-_STATE_NAMES = {None: "16-bit", torch.float32: "fp32", torch.bfloat16: "bf16"}
-_STATES_OF_OURS = (torch.float32, torch.bfloat16, "8bit-bf16", "8bit")
-_KINDS: tuple[tuple[str, torch.dtype, Any, tuple[Any, ...]], ...] = (
-    ("fp32", torch.float32, True, _STATES_OF_OURS[1:]),
-    ("16-bit", torch.bfloat16, False, (None, torch.float32, *_STATES_OF_OURS[2:])),
-    ("16-bit + masters", torch.bfloat16, True, _STATES_OF_OURS[:2]),
-    ("16-bit + split masters", torch.bfloat16, "split", _STATES_OF_OURS),
-    ("16-bit + split8 masters", torch.bfloat16, "split8", _STATES_OF_OURS[1:]),
+_STATE_DTYPES: dict[str, Any] = {"16-bit": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+_KINDS: tuple[tuple[str, torch.dtype, Any, str], ...] = (
+    ("fp32", torch.float32, True, "bf16 8bit-bf16 8bit"),
+    ("16-bit", torch.bfloat16, False, "16-bit fp32 8bit-bf16 8bit"),
+    ("16-bit + masters", torch.bfloat16, True, "fp32 bf16"),
+    ("16-bit + split masters", torch.bfloat16, "split", "fp32 bf16 8bit-bf16 8bit"),
+    ("16-bit + split8 masters", torch.bfloat16, "split8", "bf16 8bit-bf16 8bit"),
 )
 
 #: Configurations that :func:`training_memory` compares.
 CONFIGURATIONS = (
     Configuration("fp32", torch.float32),
     *(
-        Configuration(f"{kind}, {_STATE_NAMES.get(states, states)} states", dtype, masters, states)
-        for kind, dtype, masters, every in _KINDS
-        for states in every
+        Configuration(f"{kind}, {name} states", dtype, masters, _STATE_DTYPES.get(name, name))
+        for kind, dtype, masters, names in _KINDS
+        for name in names.split()
     ),
 )
 
@@ -187,50 +186,39 @@ def training_memory(
         raise ValueError("training_memory: the states of Muon can't be offloaded")
     rows = [row for row in CONFIGURATIONS if not (is_muon and row.master_weights == "split8")]
     of_adamw: set[Any] = set()
+    is_model = isinstance(model, nn.Module)
     if isinstance(model, nn.Module):
+        rows.insert(0, Configuration("the model as it is", None))
         if is_muon:
             groups = optim.param_groups_for_muon(model, adamw={"lr": 0.0})
             of_adamw = {p for group in groups if "algorithm" in group for p in group["params"]}
-        rows.insert(0, Configuration("the model as it is", None))
-        buffers = [(each.dtype, each.numel()) for each in model.buffers()]
-        # The dtype, the number of elements, whether 8-bit states are quantized blockwise, and the
-        # formats of states.
-        params = [
-            (
-                each.dtype,
-                each.numel(),
-                each.requires_grad,
-                fits_blocks(each, is_over_rows(each)),
-                _STATES["adamw" if each in of_adamw else optimizer],
-            )
-            for each in model.parameters()
-        ]
     else:
-        buffers, params = [], [(torch.float32, parse_count(model), True, True, _STATES[optimizer])]
+        model = nn.ParameterList([torch.empty(parse_count(model), device="meta")]).float()
+    count = sum(param.numel() for param in model.parameters())
     usages = []
     for row in rows:
         if optimizer == "amsgrad" and row.state_dtype in CODED_STATES:
             continue  # its maximum has no 8-bit format
         sizes, gradients = dict.fromkeys(("parameters", "masters", "gradients", "states"), 0), [0]
-        for param_dtype, number, is_trained, has_blocks, codes in params:
-            dtype, state_dtype = row._stored_dtype(param_dtype), row.state_dtype
+        for param in model.parameters():
+            dtype, state_dtype, number = row._stored_dtype(param), row.state_dtype, param.numel()
             sizes["parameters"] += number * dtype.itemsize
-            if not is_trained:
+            if not param.requires_grad:
                 continue
             gradients.append(number * dtype.itemsize)
             if dtype in (torch.float16, torch.bfloat16):
                 sizes["masters"] += number * MASTER_BYTES[row.master_weights]
             elif dtype != torch.float32:
                 state_dtype = None
-            for code in codes:
+            has_blocks = not is_model or fits_blocks(param, is_over_rows(param))
+            for code in _STATES["adamw" if param in of_adamw else optimizer]:
                 sizes["states"] += bytes_of_moment(number, state_dtype or dtype, code, has_blocks)
         sizes["gradients"] = sum(gradients)
         if offloaded:
             sizes["copies"] = sum(gradients)  # a gradient has the size of its parameter
         if released:
-            sizes["gradients"] = max(gradients) if isinstance(model, nn.Module) else 0
-        sizes["buffers"] = sum(n * row._stored_dtype(dtype).itemsize for dtype, n in buffers)
-        count = sum(number for _, number, *_ in params)
+            sizes["gradients"] = max(gradients) if is_model else 0
+        sizes["buffers"] = sum(b.numel() * row._stored_dtype(b).itemsize for b in model.buffers())
         usages.append(MemoryUsage(row, count, {**sizes, "total": sum(sizes.values())}))
     return usages
 

@@ -9,7 +9,6 @@ python -m amp_ext.memory 30B --offloaded               # if the states are in ho
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from amp_ext.memory import NOT_COUNTED, OPTIMIZERS, training_memory
 from amp_ext.text_table import format_table
@@ -17,27 +16,23 @@ from amp_ext.text_table import format_table
 _PARTS = ("parameters", "masters", "gradients", "states", "total")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints the table. Exits with code 2 if the input is invalid."""
     parser = argparse.ArgumentParser(
-        prog="python -m amp_ext.memory",
-        description="Shows the memory that training takes: parameters, masters, gradients and "
-        "optimizer states, by configuration.",
+        prog="python -m amp_ext.memory", description="Shows the memory that training takes."
     )
-    parser.add_argument("parameters", help="how many there are: 7B, 124M, 1.3e9, 7_000_000_000")
+    about = "how many there are: 7B, 124M, 1.3e9, 7_000_000_000"
+    parser.add_argument("model", metavar="parameters", help=about)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(adamw)")
     parser.add_argument("--released", action="store_true", help="as with release_gradients")
     parser.add_argument("--offloaded", action="store_true", help="as with offload_states")
     options = parser.parse_args(arguments)
     try:
-        usages = training_memory(
-            options.parameters, options.optimizer, options.released, options.offloaded
-        )
+        usages = training_memory(**vars(options))
     except ValueError as error:
         parser.error(str(error))
     count = usages[0].parameter_count
-    how = ", released gradients" if options.released else ""
-    how += ", states in host memory" if options.offloaded else ""
+    how = ", released gradients" * options.released + ", states in host memory" * options.offloaded
     print(f"{count:,} parameters, {options.optimizer}{how}. GiB; 16-bit is fp16 or bf16.\n")
     places = ("GPU", "host") if options.offloaded else ()
     rows = [["configuration", *_PARTS, *places, "bytes each", "options"]]

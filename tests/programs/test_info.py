@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import amp_ext
-from amp_ext import ops
+from amp_ext import binary, ops
 from amp_ext.info import __main__ as command_line
 from amp_ext.info.check import DTYPES, check, check_division
 
@@ -68,6 +68,7 @@ def pretend(monkeypatch, tmp_path) -> Callable[..., None]:
         (tmp_path / "_build_info.json").write_text(json.dumps({**BUILD, **build}))
         monkeypatch.setattr(command_line, "PACKAGE", tmp_path)
         monkeypatch.setattr(command_line, "build_folder", lambda: tmp_path)
+        monkeypatch.setattr(binary, "build_folder", lambda: tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
