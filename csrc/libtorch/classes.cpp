@@ -90,14 +90,6 @@ struct FusedParamState : torch::optim::OptimizerParamState {
 
 namespace {
 
-// Returns the number of blocks of 32 elements in a row of a parameter, or 0 if the moments of the
-// parameter are not stored in blocks: if it is small, or if a block would not lie in one row.
-int64_t blocks_in_row(const at::Tensor& param) {
-  if (param.dim() < 2 || param.numel() < 4096 || !param.is_contiguous()) return 0;
-  const int64_t elements = param.numel() / param.size(0);
-  return elements % 32 == 0 ? elements / 32 : 0;
-}
-
 // Returns the dtype that says how a moment is stored: Char as ratios, Byte in blocks.
 at::ScalarType dtype_of_buffer(const BufferDescription& buffer, const StateDType& state_dtype,
                                const at::Tensor& param) {

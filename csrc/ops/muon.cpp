@@ -64,12 +64,6 @@ struct MuonStep::Shape {
     }
     return 1.0;
   }
-  // True if a parameter's elements are in the order of the scratch memory.
-  static bool has_order_of_scratch(const at::Tensor& param, bool is_flattened) {
-    if (!param.is_non_overlapping_and_dense()) return false;
-    return param.is_contiguous() || param.dim() == 2 ||
-           (is_flattened && param.stride(0) * param.size(0) == param.numel());
-  }
 
   auto key() const {
     return std::make_tuple(device.type(), device.index(), group, dtype, rows, columns, matrices,
@@ -90,11 +84,9 @@ void MuonStep::prepare(const StepGroups& momentum, const std::vector<MuonOptions
     const at::Tensor& param = tensors[kParam];
     const MuonOptions& own = options[tensors.group];
     const auto check = [&](bool ok, const auto&... message) {
-      TORCH_CHECK(ok, operation_, ": param",
-                  naming_ == Naming::kLists
-                      ? c10::str("s[", tensors.index, "]")
-                      : c10::str(" of group ", tensors.group, ", param ", tensors.index),
-                  " must ", message...);
+      TORCH_CHECK(ok, operation_, ": ",
+                  name_of_tensor(naming_, "param", tensors.group, tensors.index), " must ",
+                  message...);
     };
     check(param.scalar_type() != at::kDouble,
           "be Float, Half or BFloat16 for Muon, whose matrix products are in BFloat16, got Double");
@@ -151,7 +143,7 @@ void MuonStep::prepare_chunk(Chunk& chunk, const Shape& shape, const StepGroups&
     taken += Shape::aligned(size);
     return part;
   };
-  const bool is_wide = shape.rows <= shape.columns;
+  chunk.is_wide = shape.rows <= shape.columns;
   for (int i = 0; i < 2; ++i) {
     const at::Tensor part = take(count * numel);
     chunk.stored[i] = shape.is_by_column ? part.view({count, shape.columns, shape.rows}).mT()
@@ -163,7 +155,7 @@ void MuonStep::prepare_chunk(Chunk& chunk, const Shape& shape, const StepGroups&
         take(count * shape.least() * shape.least()).view({count, shape.least(), shape.least()});
   }
   // The result is in the copy that the last product writes, unless that is transposed.
-  chunk.is_transposed = options.ns_steps > 0 && is_wide == shape.is_by_column;
+  chunk.is_transposed = options.ns_steps > 0 && chunk.is_wide == shape.is_by_column;
   chunk.is_padded = params * shape.matrices < count;
   chunk.result = static_cast<int>((options.ns_steps + (chunk.is_transposed ? 1 : 0)) % 2);
   at::Tensor updates = chunk.stored[chunk.result];
@@ -192,10 +184,13 @@ void MuonStep::prepare_chunk(Chunk& chunk, const Shape& shape, const StepGroups&
   for (int64_t i = 0; i < params; ++i) {
     const ParamTensors& each = *chunk.params[i];
     const at::Tensor& param = each[kParam];
+    // Whether the parameter's elements are in the order of the scratch memory.
+    const bool is_flattened = options.flatten.value_or(true) && param.dim() > 2;
+    const bool has_order = param.is_non_overlapping_and_dense() &&
+                           (param.is_contiguous() || param.dim() == 2 ||
+                            (is_flattened && param.stride(0) * param.size(0) == param.numel()));
     const auto view_of = [&](const at::Tensor& batch) -> const at::Tensor& {
       const int64_t offset = batch.storage_offset() + i * shape.numel();
-      const bool has_order =
-          Shape::has_order_of_scratch(param, options.flatten.value_or(true) && param.dim() > 2);
       return chunk.views.emplace_back(
           has_order ? batch.as_strided(param.sizes(), param.strides(), offset)
                     : batch.as_strided({shape.numel()}, {1}, offset).view(param.sizes()));
@@ -220,7 +215,6 @@ void MuonStep::prepare_chunk(Chunk& chunk, const Shape& shape, const StepGroups&
 at::Tensor MuonStep::orthogonalize(const Chunk& chunk) {
   const MuonOptions& options = *chunk.options;
   const at::Tensor& stored = chunk.stored[0];
-  const bool is_wide = stored.size(1) <= stored.size(2);
   // Squares must neither overflow nor vanish, so the norm is taken after a division by the power of
   // 2 in the largest element, which changes no rounding. A norm of 0 must not divide.
   const double infinity = std::numeric_limits<double>::infinity();
@@ -237,7 +231,7 @@ at::Tensor MuonStep::orthogonalize(const Chunk& chunk) {
   const at::Tensor whole = norms.to(at::kDouble) * power.to(at::kDouble) * options.norm_factor;
   const double least = std::max(options.eps, static_cast<double>(FLT_MIN));
   stored.div_(whole.to(at::kBFloat16).clamp_min_(least));
-  at::Tensor x = is_wide ? stored : stored.mT();
+  at::Tensor x = chunk.is_wide ? stored : stored.mT();
   at::Tensor gram = chunk.products[0], polynomial = chunk.products[1];
   for (int64_t step = 0; step < options.ns_steps; ++step) {
     const auto last = static_cast<int64_t>(options.ns_coefficients.size()) - 1;
@@ -249,7 +243,7 @@ at::Tensor MuonStep::orthogonalize(const Chunk& chunk) {
     x = next;
   }
   at::Tensor result = chunk.stored[chunk.result];
-  if (chunk.is_transposed) result.copy_(is_wide ? x : x.mT());
+  if (chunk.is_transposed) result.copy_(chunk.is_wide ? x : x.mT());
   // The sum of a matrix tells whether all elements are finite; `nan` is 0 or NaN.
   const at::Tensor sums = result.sum({1, 2}, /*keepdim=*/true);
   const at::Tensor nan = sums - sums;

@@ -56,6 +56,7 @@ class AMP_EXT_API MuonStep {
     at::Tensor steps;        // copies of the step counters, for the first launch; or undefined
     // Whether a matrix of 0 was added, because products of one matrix may give other bits.
     bool is_padded = false;
+    bool is_wide = false;        // whether the matrices have at most as many rows as columns
     bool is_transposed = false;  // whether the last product gives the transposed result
     int result = 0;              // the copy with the result, for the second launch
     TensorList views;            // the tensors that the launches refer to

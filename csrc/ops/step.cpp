@@ -207,12 +207,18 @@ void Step::clear() {
   in_use_ = 0;
 }
 
+std::string name_of_tensor(Naming naming, const std::string& name, int64_t group, int64_t index) {
+  return naming == Naming::kLists ? c10::str(name, "s[", index, "]")
+                                  : c10::str(name, " of group ", group, ", param ", index);
+}
+
 std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroups& groups) const {
   static const char* const names[] = {"param", "grad", "master_param", "step", "exponent"};
   const int buffer = part - kBuffer0;
   std::string name = buffer < 0 ? names[part] : buffer_names_.at(buffer);
   if (naming_ == Naming::kLists) {
-    return c10::str(name, buffer < 0 ? "s[" : "[", tensors.index, "]");
+    return buffer < 0 ? name_of_tensor(naming_, name, tensors.group, tensors.index)
+                      : c10::str(name, "[", tensors.index, "]");
   }
   const auto code_of = [&](int index) {
     return groups.buffers[index].role == BufferRole::kFirstMoment ? "_q8m" : "_q8s";
@@ -229,14 +235,11 @@ std::string Step::name_of(const ParamTensors& tensors, int part, const StepGroup
     if (format == BufferFormat::kRatio8) name += "_q8h";
     if (format == BufferFormat::kBlockwise8) name += code_of(buffer);
   }
-  return c10::str(name, " of group ", tensors.group, ", param ", tensors.index);
+  return name_of_tensor(naming_, name, tensors.group, tensors.index);
 }
 
 void Step::check_grad(const at::Tensor& grad, int64_t group, int64_t index) const {
-  const auto name = [&] {
-    return naming_ == Naming::kLists ? c10::str("grads[", index, "]")
-                                     : c10::str("grad of group ", group, ", param ", index);
-  };
+  const auto name = [&] { return name_of_tensor(naming_, "grad", group, index); };
   TORCH_CHECK(!is_sparse(grad), operation_, " does not support sparse gradients: ", name(),
               " must be Strided, got ", grad.layout());
   if (!is_plain(grad) || !has_all_elements(grad)) {  // builds the name only for an error

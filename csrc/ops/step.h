@@ -52,8 +52,11 @@ struct ParamTensors {
   const at::Tensor& operator[](int part) const { return *tensors[part]; }
 };
 
-// How errors name a tensor: "exp_avgs[3]" (lists) or "exp_avg of group 0, param 3" (optimizers).
+// How errors name a tensor: "grads[3]" (lists) or "grad of group 0, param 3" (optimizers).
 enum class Naming { kLists, kGroups };
+
+// Returns the name of a tensor that is no buffer; lists of buffers have names of their own.
+std::string name_of_tensor(Naming naming, const std::string& name, int64_t group, int64_t index);
 
 // The hyperparameters of the groups of a step, type-erased so that one step serves any optimizer.
 // They stay in the memory of the caller.

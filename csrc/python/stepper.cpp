@@ -170,11 +170,9 @@ class OptionReaderOf : public OptionReader {
   std::vector<Hyperparameters> all_;
 };
 
-bool is_tensor(PyObject* object) {
-  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-}
 bool is_param(PyObject* object) {
-  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass) || is_tensor(object) ||
+  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass) ||
+         Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
          THPVariable_Check(object);
 }
 
@@ -186,13 +184,6 @@ AMP_EXT_INLINE void prefetch_begin(const void* object) {
   __builtin_prefetch(static_cast<const char*>(object) + 63);
 }
 
-// True if moments of a parameter can be quantized in blocks; see fits_blocks in Python.
-bool fits_blocks(const at::Tensor& param) {
-  constexpr int64_t kLeastElements = 4096;
-  return param.numel() >= kLeastElements && param.dim() >= 2 &&
-         (param.numel() / param.size(0)) % kBlockSize == 0 && param.is_contiguous();
-}
-
 // Returns what tells the orders of elements in the same memory apart.
 uint64_t layout_of(const at::Tensor& tensor) {
   uint64_t hash = 0;
@@ -201,9 +192,9 @@ uint64_t layout_of(const at::Tensor& tensor) {
   return hash;
 }
 
-at::Tensor new_scalar(const at::Device& device) {
+at::Tensor new_scalar(const at::Device& device, at::ScalarType dtype) {
   const OutsideInferenceMode normal;
-  return at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  return at::zeros({}, at::TensorOptions(device).dtype(dtype));
 }
 
 // Steps of fewer elements on the CPU end sooner than another thread would get the GIL.
@@ -554,7 +545,7 @@ bool CompiledStepper::fits_options(const Collected& one, const ParamTensors& ten
   const bool is_coded = format.is_coded && dtype != at::kDouble;
   const bool may_have_blocks =
       is_coded &&
-      (shards_->empty() ? fits_blocks(param) : shards_->at(one.place->number).has_blocks);
+      (shards_->empty() ? blocks_in_row(param) > 0 : shards_->at(one.place->number).has_blocks);
   const Codes codes = !may_have_blocks     ? Codes::kRatios
                       : format.codes_roots ? Codes::kAll
                                            : Codes::kAllButRoots;
@@ -765,24 +756,19 @@ py::object CompiledStepper::step(const py::object& state, const py::object& para
       const auto renew = [&](OptionalTensor& scalar, bool is_wanted) {
         if (!is_wanted) scalar.reset();
         if (is_wanted && (!scalar.has_value() || scalar->device() != device))
-          scalar = new_scalar(device);
+          scalar = new_scalar(device, at::kFloat);
       };
       renew(grad_norm, wants_norm);
       renew(step_applied, tracks_step_applied);
+      if (muon_ != nullptr && !muon_->skipped_matrices.has_value())
+        muon_->skipped_matrices = new_scalar(device, at::kLong);
     }
     StepInputs of_step{{std::move(inputs.grad_scale), std::move(inputs.found_inf),
                         first.max_grad_norm, std::move(inputs.sum_of_squares),
                         wants_norm ? grad_norm : std::nullopt, first.skip_nonfinite},
                        std::move(inputs.max_norm),
                        tracks_step_applied ? step_applied : std::nullopt};
-    if (muon_ != nullptr) {
-      if (!muon_->skipped_matrices.has_value() && !places_.empty()) {
-        const OutsideInferenceMode normal;
-        const at::Device device = THPVariable_Unpack(places_[0].object).device();
-        muon_->skipped_matrices = at::zeros({}, at::TensorOptions(device).dtype(at::kLong));
-      }
-      muon_->step.prepare(muon_->groups, muon_->options);
-    }
+    if (muon_ != nullptr) muon_->step.prepare(muon_->groups, muon_->options);
     std::optional<WithoutGil> without_gil;
     if (!is_on_cpu_ || numel_ >= kSmallStep) without_gil.emplace(*this);
     const at::NoGradGuard no_grad;
@@ -818,7 +804,11 @@ at::Tensor& CompiledStepper::first_nonfinite_on(const at::Device& device) {
       at::full({}, kNoTensor, at::TensorOptions(device).dtype(at::kLong)));
 }
 
-bool CompiledStepper::collect_grads() {
+bool CompiledStepper::collect_grads(const py::object& param_groups, const py::object& params,
+                                    const std::vector<Shard>& shards) {
+  shards_ = &shards;
+  if (!read_groups(param_groups)) return false;
+  place_params(params);
   for (size_t i = 0; i < places_.size(); ++i) {
     const auto tensor_at = [&](size_t ahead) -> const c10::TensorImpl* {
       if (i + ahead >= places_.size() || !is_param(places_[i + ahead].object)) return nullptr;
@@ -852,14 +842,11 @@ py::object CompiledStepper::scan(const py::object& param_groups, const py::objec
                                  bool sums_squares, const std::vector<Shard>& shards) {
   const bool takes_all = params.is_none();
   const Claim claim(*this, "scan_gradients", /*waits=*/!takes_all);
-  shards_ = &shards;
   if (takes_all) {  // if this scan fails, no step may use an earlier one
     scanned_.clear();
     scanned_sum_.reset();
   }
-  if (!read_groups(param_groups)) return py::none();
-  place_params(params);
-  if (!collect_grads()) return py::none();
+  if (!collect_grads(param_groups, params, shards)) return py::none();
   check_scalar(optimizer_, "found_inf", found_inf);
   check_scalar(optimizer_, "grad_scale", grad_scale);
   bool is_partitioned = false;
@@ -892,10 +879,7 @@ py::object CompiledStepper::scan(const py::object& param_groups, const py::objec
 bool CompiledStepper::gradients_were_written(const py::object& param_groups,
                                              const std::vector<Shard>& shards) {
   const Claim claim(*this, "step");
-  shards_ = &shards;
-  if (scanned_.empty() || !read_groups(param_groups)) return false;
-  place_params(py::none());
-  if (!collect_grads()) return false;
+  if (scanned_.empty() || !collect_grads(param_groups, py::none(), shards)) return false;
   const auto hashes = hashes_of_grads();
   return std::any_of(hashes.begin(), hashes.end(), [&](const auto& now) {
     const auto before =
@@ -907,19 +891,14 @@ bool CompiledStepper::gradients_were_written(const py::object& param_groups,
 void CompiledStepper::check_grads(const py::object& param_groups, bool is_of_scaler,
                                   const std::vector<Shard>& shards, const py::object& params) {
   const Claim claim(*this, "step");
-  shards_ = &shards;
-  if (!read_groups(param_groups)) return;
-  place_params(params);
-  if (collect_grads() && !is_of_scaler && !scaled_.empty()) check_carries_no_scale();
+  const bool are_read = collect_grads(param_groups, params, shards);
+  if (are_read && !is_of_scaler && !scaled_.empty()) check_carries_no_scale();
 }
 
 void CompiledStepper::mark_scaled(const py::object& param_groups,
                                   const std::vector<Shard>& shards) {
   const Claim claim(*this, "step");
-  shards_ = &shards;
-  if (!read_groups(param_groups)) return;
-  place_params(py::none());
-  if (collect_grads()) remember_scaled();
+  if (collect_grads(param_groups, py::none(), shards)) remember_scaled();
 }
 
 void define_stepper(py::module_& module) {

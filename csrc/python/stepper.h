@@ -198,7 +198,8 @@ class CompiledStepper {
   bool fits_options(const Collected& one, const ParamTensors& tensors) const;
   void add(const Collected& one, ParamTensors& tensors);
   // Collects the gradients alone. Returns false if a parameter is no tensor that kernels can read.
-  bool collect_grads();
+  bool collect_grads(const py::object& param_groups, const py::object& params,
+                     const std::vector<Shard>& shards);
   // Returns the gradient of a parameter, or null.
   const at::Tensor* grad_of(const ParamPlace& place) const;
   int64_t version_of_param(const ParamPlace& place, const at::Tensor& param) const;

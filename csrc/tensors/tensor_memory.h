@@ -86,6 +86,15 @@ at::Tensor residual_elements(const at::Tensor& residual);
 
 inline bool is_16_bit(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
+// Returns the number of blocks of 32 elements in a row of a parameter, or 0 if its moments are not
+// quantized in blocks: if it is small, or if a block would not lie in one row. See fits_blocks in
+// Python.
+inline int64_t blocks_in_row(const at::Tensor& param) {
+  if (param.dim() < 2 || param.numel() < 4096 || !param.is_contiguous()) return 0;
+  const int64_t elements = param.numel() / param.size(0);
+  return elements % 32 == 0 ? elements / 32 : 0;
+}
+
 // Returns the version counter, which changes when the tensor is written; 0 for an inference tensor.
 inline int64_t version_of(const at::Tensor& tensor) {
   if (tensor.is_inference()) return 0;
