@@ -29,15 +29,6 @@ from amp_ext.sharding import is_flat, is_flattened
 if TYPE_CHECKING:
     from amp_ext.optim.fused_optimizer import FusedOptimizer
 
-__all__ = [
-    "float32_state_dict",
-    "keys_in_order",
-    "operation_of",
-    "read_state_dict",
-    "saved_state_dict",
-    "without_wrappers",
-]
-
 Options = dict[str, Any]
 
 
@@ -47,7 +38,10 @@ _OF_EVERY_GROUP = (
     "params", "param_names", "step", "initial_lr", "max_lr", "min_lr", "base_momentum", "swa_lr",
     "max_momentum", "initial_weight_decay",
 )  # fmt: skip
-_FLAGS_OF_OTHERS = ("bias_correction", "correct_bias", "fixed_decay", "weight_decouple")
+# Flags in files of other packages whose value a load must check.
+_SAVED_FLAGS = (
+    *REFUSED_FLAGS, "bias_correction", "correct_bias", "fixed_decay", "weight_decouple",
+)  # fmt: skip
 # Parts that DDP, torch.compile, FSDP and checkpoint_wrapper insert into names of parameters.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -301,7 +295,7 @@ def _unknown_among(
     """Returns the keys that the optimizer does not know and that may change what a step does."""
     known = {
         *_OF_EVERY_GROUP,
-        *_saved_flags(),
+        *_SAVED_FLAGS,
         *MASTER_KEYS,
         *optimizer.defaults,
         *(key for group in optimizer.param_groups for key in group),
@@ -313,14 +307,9 @@ def _unknown_among(
     return [key for key in texts if not users_may_add or key in of_others]
 
 
-def _saved_flags() -> list[str]:
-    """Returns the flags in files of other packages whose value a load must check."""
-    return [*REFUSED_FLAGS, *_FLAGS_OF_OTHERS]
-
-
 def _check_flags(optimizer: FusedOptimizer, group: Options, index: int) -> None:
     own = optimizer.param_groups
-    for name in sorted(group.keys() & {*_saved_flags()}):
+    for name in sorted(group.keys() & {*_SAVED_FLAGS}):
         is_wanted = name in ("bias_correction", "correct_bias")
         why = ""
         if name == "fixed_decay":
@@ -432,22 +421,17 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
     A missing option of torch gets the value that torch assumes. Other missing options keep the
     values that the optimizer was constructed with.
     """
-
-    def off(group: Options) -> Options:
-        return {
-            each.name: None if each.type == "unused flag or none" else False
-            for each in optimizer.description_of(group).options
-            if each.on_load == "off if missing"
-        }
-
-    configured = CONFIGURED_OPTIONS
     pairs = list(zip(optimizer.param_groups, saved_groups, strict=True))
     groups: list[Options] = copy.deepcopy(
         [
             {name: group[name] for name in optimizer.defaults if name in group}
-            | off(group)
+            | {
+                each.name: None if each.type == "unused flag or none" else False
+                for each in optimizer.description_of(group).options
+                if each.on_load == "off if missing"
+            }
             | saved
-            | {name: group[name] for name in configured if name in group}
+            | {name: group[name] for name in CONFIGURED_OPTIONS if name in group}
             | {"params": None}
             for group, saved in pairs
         ]

@@ -24,22 +24,6 @@ from torch import Tensor
 from amp_ext import ops
 from amp_ext.optim.options import CODED_STATES
 
-__all__ = [
-    "MASTER_KEYS",
-    "RESIDUAL_KEYS",
-    "MomentFormat",
-    "StateSpec",
-    "convert_master",
-    "convert_moments",
-    "dequantized_moments",
-    "empty_residual",
-    "fits_blocks",
-    "formats_with_codes",
-    "fp32_master",
-    "has_moment",
-    "is_16_bit",
-]
-
 FP32_MASTER = "master_param"
 # Maps the key of a residual to its bits and the dtype of the parameter.
 _RESIDUALS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -144,8 +143,8 @@ class Muon(FusedOptimizer):
                 f"{type(self).__name__}: lr of group {len(self.param_groups)} must be present, "
                 'because it has algorithm="adamw", which the learning rate of Muon does not suit'
             )
-        of_adamw = _defaults_of_adamw()
-        only_muon = self.defaults.keys() - of_adamw.keys() - param_group.keys() - {"lr"}
+        of_adamw = defaults_of(AdamW) | {"decoupled_weight_decay": True}
+        only_muon = self.defaults.keys() - of_adamw.keys() - param_group.keys()
         shared = [each.name for each in self.description.options if each.on_load == "kept"]
         for name, value in of_adamw.items():
             param_group.setdefault(name, self.defaults[name] if name in shared else value)
@@ -199,11 +198,3 @@ class Muon(FusedOptimizer):
         """
         skipped: Tensor | None = self._stepper.compiled.skipped_matrices
         return skipped
-
-
-@functools.cache
-def _defaults_of_adamw() -> dict[str, Any]:
-    """Returns the defaults of the options of AdamW, with "decoupled_weight_decay"."""
-    defaults = defaults_of(AdamW) | {"decoupled_weight_decay": True}
-    del defaults["lr"]
-    return defaults

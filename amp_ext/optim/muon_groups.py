@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -173,7 +173,13 @@ def _output_layer(model: nn.Module) -> dict[Tensor, str]:
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[Tensor, str]:
     found: dict[Tensor, str] = {}
     for pattern in patterns:
-        named = [*_params_of_fitting(model, pattern)]
+        named: list[Tensor] = []
+        for name, module in model.named_modules():
+            if name and fnmatchcase(name, pattern):
+                named += module.parameters()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if fnmatchcase(name, pattern):
+                named.append(param)
         if not named:
             raise ValueError(
                 f"param_groups_for_muon: exclude must have names of modules or parameters, got "
@@ -181,12 +187,3 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> dict[Tensor, str]:
             )
         found |= dict.fromkeys(named, f"excluded by {pattern!r}")
     return found
-
-
-def _params_of_fitting(model: nn.Module, pattern: str) -> Iterator[Tensor]:
-    for name, module in model.named_modules():
-        if name and fnmatchcase(name, pattern):
-            yield from module.parameters()
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if fnmatchcase(name, pattern):
-            yield param

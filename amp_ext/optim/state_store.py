@@ -21,19 +21,6 @@ from amp_ext.optim import formats
 from amp_ext.optim.formats import FP32_MASTER, MASTER_KEYS, MomentFormat, StateSpec, Tensors
 from amp_ext.sharding import is_dtensor, is_flattened, is_over_rows, laid_out_as, local_tensor
 
-__all__ = [
-    "PlacedParam",
-    "States",
-    "check_flattened",
-    "float32_state",
-    "fp32_master",
-    "init_states",
-    "loaded_state",
-    "masters_in",
-    "put_states",
-]
-
-
 States = dict[Any, dict[str, Any]]
 _LARGEST_STEP = torch.finfo(torch.float32).max
 
@@ -192,7 +179,12 @@ def _complete_state(placed: PlacedParam, parts: Tensors) -> Tensors:
                     f"{spec.optimizer}: {key} of {placed} must be present, got {list(state)}"
                 )
     if spec.keeps_step:
-        steps = _steps_behind(spec, state)
+        steps = None if "step" in state else 0.0
+        if spec.buffers and not spec.needs_buffers:  # torch's SGD stores no step count
+            if all(formats.has_moment(state, name) for name in spec.all_names):
+                steps = steps if steps is None else 1.0
+            elif spec.buffer_count > 0:
+                steps = 0.0
         if steps is not None:
             state["step"] = torch.full((), steps, dtype=torch.float32, device=local.device)
         state["step"] = state["step"].to(local.device, torch.float32)
@@ -216,18 +208,6 @@ def _complete_state(placed: PlacedParam, parts: Tensors) -> Tensors:
     converted = formats.convert_moments(moments, wanted, local)
     kept = {key: each for key, each in state.items() if key not in moments or key in converted}
     return kept | {key: converted[key] for each in wanted for key in each.keys}
-
-
-def _steps_behind(spec: StateSpec, state: Mapping[str, Any]) -> float | None:
-    """Returns the step count to set in a state; None if the state's own count is valid."""
-    lacks_step = "step" not in state
-    if not spec.needs_buffers and spec.buffers:  # torch's SGD stores no step count
-        has_buffers = all(formats.has_moment(state, name) for name in spec.all_names)
-        if not has_buffers and spec.buffer_count > 0:
-            return 0.0
-        if has_buffers and lacks_step:
-            return 1.0
-    return 0.0 if lacks_step else None
 
 
 # States in files.
@@ -290,7 +270,8 @@ def _check_saved(
                     "the states, so that masters are made from the parameters"
                 )
             _check_numbers(value, param, where(key))
-        elif _is_residual(_tensor(value, where(key))):
+        # torch's load may have cast a residual to the dtype of the parameter.
+        elif not _tensor(value, where(key)).is_floating_point():
             has_two = formats.has_two_bytes(key)
             sizes = [*param.shape, 2] if has_two else list(param.shape)
             _check_is_saved_as(torch.uint8 if has_two else torch.int8, sizes, value, where(key))
@@ -351,11 +332,6 @@ def _number(value: Any) -> Any:
     return value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value
 
 
-def _is_residual(residual: Tensor) -> bool:
-    """Returns False for a residual that torch's load has cast to the parameter's dtype."""
-    return not residual.is_floating_point()
-
-
 def _loaded_parts(placed: PlacedParam, saved: Mapping[str, Any]) -> Tensors:
     """Returns copies of the checked entries of a file, in the configured formats."""
     spec, local = placed.spec, placed.local
@@ -369,7 +345,7 @@ def _loaded_parts(placed: PlacedParam, saved: Mapping[str, Any]) -> Tensors:
             continue
         if key == FP32_MASTER:
             masters[key] = copied(saved[key], torch.float32)
-        elif _is_residual(saved[key]):
+        elif not saved[key].is_floating_point():
             masters[key] = formats.empty_residual(key, local).copy_(saved[key])
     moments: Tensors = {}
     for name in spec.all_names:
