@@ -34,6 +34,22 @@ def in_turns(timed: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any,
     return dict(zip(timed, map(min, zip(*times, strict=True)), strict=True))
 
 
+def seconds_of(
+    step: Step, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
+    """Returns a function that runs a step to its end on the device, and returns its seconds."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def run() -> float:
+        wait()
+        start = clock()
+        step()
+        wait()
+        return clock() - start
+
+    return run
+
+
 def buffered(params: list[Parameter], masters: list[Parameter], step_masters: Step) -> Step:
     """Returns a step of float32 masters that copies gradients and parameters by foreach calls."""
     for master in masters:

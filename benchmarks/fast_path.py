@@ -133,7 +133,6 @@ def main() -> int:
     """Measures fast and general kernels in turns, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.25, help="for each row and turn")
     parser.add_argument("--side", action="store_true", help="measures one side and prints JSON")
     arguments = parser.parse_args()
@@ -141,18 +140,17 @@ def main() -> int:
         print(json.dumps(measure(arguments.seconds)))
         return 0
     best: dict[str, dict[str, float]] = {"fast": {}, "general": {}}
-    for _ in range(arguments.rounds):
-        for side, value in (("fast", "1"), ("general", "0")):
-            done = subprocess.run(
-                [sys.executable, __file__, "--side", "--seconds", str(arguments.seconds)],
-                env=os.environ | {"AMP_EXT_CUDA_FAST_PATH": value},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            measured = json.loads(done.stdout)
-            for name, (time, _) in measured.items():
-                best[side][name] = min(time, best[side].get(name, time))
+    for side, value in 2 * [("fast", "1"), ("general", "0")]:
+        done = subprocess.run(
+            [sys.executable, __file__, "--side", "--seconds", str(arguments.seconds)],
+            env=os.environ | {"AMP_EXT_CUDA_FAST_PATH": value},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        measured = json.loads(done.stdout)
+        for name, (time, _) in measured.items():
+            best[side][name] = min(time, best[side].get(name, time))
     copied = measured["copy"][1] / min(side["copy"] for side in best.values())
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {amp_ext.__version__}"
     print(f"{about}; a copy moves {copied / 1e6:.0f} GB/s")

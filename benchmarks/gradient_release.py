@@ -12,11 +12,9 @@ more parameters.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from common import in_turns
@@ -27,6 +25,7 @@ from amp_ext.optim import AdamW, release_gradients
 from amp_ext.text_table import format_table
 
 ELEMENTS = 64
+ROUNDS = 200  # how often each side runs
 
 
 def backward_of(count: int, released: bool, scaled: bool) -> Callable[[], float]:
@@ -63,24 +62,15 @@ def step_of_torch() -> Callable[[], float]:
     return lambda: min(timeit.repeat(optimizer.step, number=1, repeat=20))  # the first is cold
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the command line, and prints the times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=200, help="how often each runs (200)")
-    rounds = parser.parse_args(arguments).rounds
+if __name__ == "__main__":
     torch.set_num_threads(1)
     rows = [["parameters", "scaler", "hook, µs", "torch's step, µs", "hook / step"]]
     for count in (10, 1000):
         for scaled in (False, True):
             released = backward_of(count, released=True, scaled=scaled)
             sides = [released, backward_of(count, released=False, scaled=scaled), step_of_torch()]
-            best, plain, torchs = in_turns(dict(enumerate(sides)), rounds).values()
+            best, plain, torchs = in_turns(dict(enumerate(sides)), ROUNDS).values()
             hook = best - plain
             figures = (1e6 * hook, 1e6 * torchs, hook / torchs)
             rows.append([str(count), "yes" if scaled else "no", *(f"{x:.2f}" for x in figures)])
     print(format_table(rows, left=(1,)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

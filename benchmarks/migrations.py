@@ -6,8 +6,9 @@ that page convert the checkpoints. Packages that are not installed are left out.
 in an environment with::
 
     pip install torch==2.13.0 bitsandbytes==0.50.2 torch-optimi==0.3.3 flashoptim==0.1.4 \
-        lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 heavyball==3.2.1 deepspeed==0.19.8 ninja
-    pip install --no-deps torchao==0.18.0 timm==1.0.31
+        lion-pytorch==0.2.5 pytorch_optimizer==4.1.0 heavyball==3.2.1 deepspeed==0.19.8 ninja \
+        timm==1.0.31
+    pip install --no-deps torchao==0.18.0
     DS_ACCELERATOR=cpu PYTHONPATH=. python benchmarks/migrations.py
 """
 
@@ -20,9 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,15 +57,7 @@ def functions_of_the_page() -> dict[str, Callable[[Any, str], Any]]:
 
 
 def class_of(package: str, name: str) -> Any:
-    """Imports a class of a package; imports timm's optimizers without the rest of timm."""
-    if package == "timm" and "timm" not in sys.modules:
-        spec = find_spec("timm")
-        assert spec is not None
-        for parent, folders in (("timm", spec.submodule_search_locations), ("timm.models", [])):
-            module = ModuleType(parent)
-            module.__path__ = folders
-            module.group_parameters = None
-            sys.modules[parent] = module
+    """Imports a class of a package."""
     of_name = name.removeprefix("DeepSpeedCPU").lower()
     return getattr(importlib.import_module(PACKAGES[package][0].format(of_name)), name)
 

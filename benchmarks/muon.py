@@ -5,20 +5,18 @@
 
 Each row steps the same parameters with the same gradients: matrices by Muon, and vectors by AdamW.
 All sides run in turns, and the least time of each counts. ``products`` is the share of our time
-that the matrix products of the iteration take alone. ``graph`` is our step replayed by a CUDA
-graph. ``operators`` are the calls of torch's operators in a step, ours beside torch's: on a GPU,
-each is a launch or more.
+that the matrix products of the iteration take alone. ``operators`` are the calls of torch's
+operators in a step, ours beside torch's: on a GPU, each is a launch or more.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from common import digits, in_turns, make_parser
+from common import digits, in_turns, make_parser, seconds_of
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +34,9 @@ ROWS: Mapping[str, list[tuple[int, int, int]]] = {
 NS_STEPS = 5
 
 
-def params_of(row: str, device: str, dtype: torch.dtype) -> tuple[list[Parameter], list[Parameter]]:
+def params_of(
+    row: str, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Parameter], list[Parameter]]:
     """Returns matrices and vectors with gradients."""
     torch.manual_seed(0)
     shapes = [shape for count, *shape in ROWS[row] for _ in range(count)]
@@ -46,20 +46,6 @@ def params_of(row: str, device: str, dtype: torch.dtype) -> tuple[list[Parameter
         for param in made[-1]:
             param.grad = torch.randn_like(param)
     return made[0], made[1]
-
-
-def timed(step: Callable[[], object], device: str) -> Callable[[], float]:
-    """Returns a function that runs a step, and returns its seconds."""
-
-    def run() -> float:
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    run()
-    return run
 
 
 class Operators(TorchDispatchMode):
@@ -124,42 +110,29 @@ def products(matrices: list[Parameter]) -> Callable[[], object]:
     return run
 
 
-def replayed(step: Callable[[], object]) -> Callable[[], object]:
-    """Captures a step in a CUDA graph, and returns its replay."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def main() -> int:
     """Times all rows and prints a table."""
     parser = make_parser(__doc__)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--rows", default="", help="only the rows whose names have this text")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    device = options.device
-    print(describe(torch.device(device)), flush=True)
-    sides = ["torch", "amp_ext", "products", *(["graph"] if device == "cuda" else [])]
-    table = [["milliseconds a step", *sides, "amp_ext / torch", "operators"]]
+    device = torch.device(options.device)
+    print(describe(device), flush=True)
+    table = [
+        ["milliseconds a step", "torch", "amp_ext", "products", "amp_ext / torch", "operators"]
+    ]
     for row in ROWS:
-        if options.rows not in row:
-            continue
-        both = [params_of(row, device, getattr(torch, options.dtype)) for _ in range(3)]
+        both = [params_of(row, device, getattr(torch, options.dtype)) for _ in range(2)]
         steps = {
             "torch": step_of_torch(*both[0]),
             "amp_ext": our_step(*both[1]),
-            "products": products(both[2][0]),
+            "products": products(both[0][0]),
         }
-        if device == "cuda":
-            steps["graph"] = replayed(our_step(*both[2]))
-        least = in_turns({side: timed(steps[side], device) for side in sides}, options.rounds)
-        cells = [digits(1000 * least[side]) for side in sides]
+        for step in steps.values():
+            step()  # creates the states
+        timed = {side: seconds_of(step, device) for side, step in steps.items()}
+        least = in_turns(timed, options.rounds)
+        cells = [digits(1000 * seconds) for seconds in least.values()]
         counts = " / ".join(str(operators_of(steps[side])) for side in ("amp_ext", "torch"))
         table.append([row, *cells, f"{least['amp_ext'] / least['torch']:.2f}", counts])
         print(format_table(table[:1] + table[-1:]), flush=True)

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from common import CPU, in_turns, make_parser, reason, states_of
+from common import CPU, in_turns, make_parser, reason, seconds_of, states_of
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -90,25 +90,16 @@ def offload(optimizer: AdamW, threads: int, device: torch.device) -> Callable[[]
     return lambda: host_bytes(states_of(optimizer)) + sum(sizes)
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Returns the time of one call: by the clock on a GPU, else the CPU time of all threads."""
-    on_gpu = device.type == "cuda"
-    wait, clock = (
-        (torch.cuda.synchronize, time.perf_counter) if on_gpu else (lambda: None, time.process_time)
-    )
-    wait()
-    began = clock()
-    call()
-    wait()
-    return (clock() - began) * 1000
-
-
 def least_times(
     calls: dict[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Calls each once per round, and returns the least milliseconds of each."""
-    timed = {name: partial(milliseconds, call, device) for name, call in calls.items()}
-    return in_turns(timed, rounds)
+    """Calls each once per round; returns the least milliseconds of each.
+
+    Counts the time by the clock on a GPU, and the CPU time of all threads without one.
+    """
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    timed = {name: seconds_of(call, device, clock) for name, call in calls.items()}
+    return {name: 1000 * seconds for name, seconds in in_turns(timed, rounds).items()}
 
 
 def make_params(shapes: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Parameter]:
@@ -309,11 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--elements", type=int, help="of each tensor, a multiple of 1024 (8M; on a GPU 32M)"
     )
     parser.add_argument("--rounds", type=int, help="how often each side runs (20; on a GPU 8)")
-    parser.add_argument("--threads", type=int, help="of the CPU (1; with a GPU, torch's number)")
     parser.add_argument("--check", action="store_true", help="fails if a limit is exceeded")
     options = parser.parse_args(arguments)
     device, on_gpu = torch.device(options.device), options.device == "cuda"
-    threads = options.threads or (torch.get_num_threads() if on_gpu else 1)
+    threads = torch.get_num_threads() if on_gpu else 1
     torch.set_num_threads(threads)
     rounds = options.rounds or (8 if on_gpu else 20)
     elements = options.elements or (32 << 20 if on_gpu else 8 << 20)

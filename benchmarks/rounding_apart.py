@@ -1,7 +1,6 @@
 """Draws how far training runs diverge by rounding alone: docs/rounding_apart.png.
 
-    PYTHONPATH=. python benchmarks/rounding_apart.py              # half a minute
-    PYTHONPATH=. python benchmarks/rounding_apart.py other.png
+    PYTHONPATH=. python benchmarks/rounding_apart.py  # half a minute
 
 A small network of tanh layers is trained in float32 on one thread. The reference run by
 ``torch.optim.AdamW`` is compared with runs by our AdamW, by torch's fused AdamW, and by the
@@ -10,7 +9,6 @@ reference's AdamW with all initial weights moved by one unit in the last place.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -107,4 +105,4 @@ if __name__ == "__main__":
         shown = ", ".join(f"step {at * EVERY}: {found[at]:.1e}" for at in (0, 1, 10, 100, -1))
         print(f"{name}: {shown}; last losses {smoothed(run.losses)[-1]:.4f}")
     print(f"torch: last losses {smoothed(reference.losses)[-1]:.4f}")
-    draw(reference, runs, Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURE)
+    draw(reference, runs, FIGURE)

@@ -1,7 +1,6 @@
 """Draws the errors of low-precision states and masters against float64: docs/update_errors.png.
 
-    PYTHONPATH=. python benchmarks/update_errors_figure.py            # half a minute
-    PYTHONPATH=. python benchmarks/update_errors_figure.py other.png
+    PYTHONPATH=. python benchmarks/update_errors_figure.py  # half a minute
 
 The left panel compares state dtypes by the error of an update, as ``update_errors.py`` measures it.
 The right panel compares kinds of masters by the error of a parameter's total change.
@@ -9,7 +8,6 @@ The right panel compares kinds of masters by the error of a parameter's total ch
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,4 +106,4 @@ if __name__ == "__main__":
         for name, row in errors.items():
             cells = "  ".join(f"{kind} {error:.3%}" for kind, error in row.items())
             print(f"{title}, {name:14} {cells}")
-    draw(of_updates, of_weights, Path(sys.argv[1]) if len(sys.argv) > 1 else FIGURE)
+    draw(of_updates, of_weights, FIGURE)
