@@ -273,7 +273,7 @@ class Training:
     def run(self, steps: int) -> None:
         """Trains for ``steps`` steps; waits for a GPU only at validations and at the end."""
         settings, curves, part = self.settings, self.curves, self.text.train
-        losses, norms, scales, skipped = [], [], [], []
+        recorded: list[tuple[Tensor, ...]] = []
         for step in range(self.schedule.last_epoch, self.schedule.last_epoch + steps):
             if step % settings.validate_every == 0:
                 curves.validations[step] = loss = validate(self.model, self.text, self.settings)
@@ -286,17 +286,13 @@ class Training:
                 metrics = self.trainer.train_step(pieces)
                 step_loss += metrics.loss / settings.accumulation
             self.schedule.step()
-            losses.append(step_loss)
-            norms.append(metrics.grad_norm)
-            scales.append(metrics.loss_scale)
-            skipped.append(metrics.skipped)
+            recorded.append((step_loss, metrics.grad_norm, metrics.loss_scale, metrics.skipped))
         curves.validations[self.schedule.last_epoch] = validate(
             self.model, self.text, self.settings
         )
-        curves.losses += torch.stack(losses).tolist()
-        curves.norms += torch.stack(norms).tolist()
-        curves.scales += torch.stack(scales).tolist()
-        curves.skipped += torch.stack(skipped).tolist()
+        lists = (curves.losses, curves.norms, curves.scales, curves.skipped)
+        for curve, values in zip(lists, zip(*recorded, strict=True), strict=True):
+            curve += torch.stack(values).tolist()
 
 
 def warm_up_and_cosine(step: int, settings: Settings) -> float:
