@@ -12,12 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32
-from harness.optimizer_cases import (
-    Optimizer,
-    assert_same_bits,
-    ours,
-    params_of,
-)
 from harness.reference import same_bits
 from harness.rows import rows
 from torch import nn
@@ -68,8 +62,8 @@ def processes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def make(
-    name: str, dtype: torch.dtype, package: Any = ours, **options: Any
-) -> tuple[nn.Module, Optimizer]:
+    name: str, dtype: torch.dtype, package: Any = cases.ours, **options: Any
+) -> tuple[nn.Module, cases.Optimizer]:
     """Returns a model with a frozen bias and its optimizer with two groups."""
     model = nn.Sequential(nn.Linear(32, 130), nn.Linear(130, 2)).to(dtype)
     model[0].bias.requires_grad_(False)
@@ -80,9 +74,9 @@ def make(
     return model, package(name)(groups, **options)
 
 
-def train_trainable(optimizers: list[Optimizer], steps: int) -> None:
+def train_trainable(optimizers: list[cases.Optimizer], steps: int) -> None:
     for _ in range(steps):
-        for params in zip(*map(params_of, optimizers), strict=True):
+        for params in zip(*map(cases.params_of, optimizers), strict=True):
             grad = torch.randn_like(params[0])
             for param in params:
                 param.grad = grad.clone() if param.requires_grad else None
@@ -90,7 +84,7 @@ def train_trainable(optimizers: list[Optimizer], steps: int) -> None:
             optimizer.step()
 
 
-def steps_of(optimizer: Optimizer) -> list[float]:
+def steps_of(optimizer: cases.Optimizer) -> list[float]:
     return [state["step"].item() for state in optimizer.state.values() if "step" in state]
 
 
@@ -108,7 +102,7 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
     before = cases.bits_of(optimizer)
     model_state, state = of_torch.get_state_dict(model, optimizer, options=how)
     dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=tmp_path)
-    assert_same_bits(optimizer, before)
+    cases.assert_same_bits(optimizer, before)
 
     fresh_model, fresh = make(name, dtype, lr=123.0)
     for group in fresh.param_groups:  # states are made for the options of the file
@@ -118,17 +112,17 @@ def test_states_go_through_a_folder_to_a_fresh_optimizer(
     load(content, tmp_path)
     loaded = {"model_state_dict": content["model"], "optim_state_dict": content["optimizer"]}
     of_torch.set_state_dict(fresh_model, fresh, **loaded, options=how)
-    assert_same_bits(fresh, optimizer)
+    cases.assert_same_bits(fresh, optimizer)
     assert [group["lr"] for group in fresh.param_groups] == [options["lr"]] * 2
     train_trainable([optimizer, fresh], 2)
-    assert_same_bits(fresh, optimizer)
+    cases.assert_same_bits(fresh, optimizer)
 
 
 @each_dtype_in_each_way
 def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     (model, optimizer), (_, plain) = (make(name, dtype, **options) for _ in range(2))
     counters = 3 if cases.counts_steps(name, options) else 0
-    for param, twin in zip(params_of(optimizer), params_of(plain), strict=True):
+    for param, twin in zip(cases.params_of(optimizer), cases.params_of(plain), strict=True):
         twin.data.copy_(param.data)
     optimizer.init_state()
     state = of_torch.get_optimizer_state_dict(model, optimizer, options=how)
@@ -137,7 +131,7 @@ def test_reading_and_writing_states_moves_no_counter(name, options, dtype, how):
     assert steps_of(optimizer) == [0.0] * counters
     train_trainable([optimizer, plain], 2)
     assert steps_of(optimizer) == [2.0] * counters
-    assert_same_bits(optimizer, plain)
+    cases.assert_same_bits(optimizer, plain)
 
 
 # Files that lack some options of ours.
@@ -159,13 +153,13 @@ def without(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def carried(
-    saver: tuple[nn.Module, Optimizer],
-    loader: tuple[nn.Module, Optimizer],
+    saver: tuple[nn.Module, cases.Optimizer],
+    loader: tuple[nn.Module, cases.Optimizer],
     folder: Path,
     how: of_torch.StateDictOptions,
     missing: Collection[str] = (),
     lacks_options: bool = True,
-) -> Optimizer:
+) -> cases.Optimizer:
     """Loads what one side saves, less some keys, into another, which it returns."""
     loader[0].load_state_dict(saver[0].state_dict())
     state = of_torch.get_optimizer_state_dict(*saver, options=how)
@@ -186,7 +180,7 @@ def test_a_folder_of_torch_is_loaded_and_torch_loads_ours(tmp_path, name, option
     carried(sides[0], mine, tmp_path / "theirs", how)
     carried(mine, sides[1], tmp_path / "ours", how, lacks_options=False)
     for left, right in ((sides[0], mine), (mine, sides[1])):
-        for twin, param in zip(*map(params_of, (left[1], right[1])), strict=True):
+        for twin, param in zip(*map(cases.params_of, (left[1], right[1])), strict=True):
             state = right[1].state.get(param, {})
             for key, tensor in left[1].state.get(twin, {}).items():
                 assert same_bits(state[key], tensor), key
@@ -215,21 +209,21 @@ def test_all_else_that_a_folder_lacks_is_an_error(tmp_path, name, missing, how):
     before = cases.bits_of(loader[1])
     with pytest.raises(CheckpointException, match=rf"Missing key .*\.{missing}\."):
         carried(saver, loader, tmp_path, how, {missing, "rounding"})
-    assert_same_bits(loader[1], before)
+    cases.assert_same_bits(loader[1], before)
 
 
-@pytest.mark.parametrize("package", [cases.theirs, ours])
+@pytest.mark.parametrize("package", [cases.theirs, cases.ours])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_group_without_parameters_keeps_its_options(tmp_path, place, package):
     """Of flattened ones torch can't be asked: it takes the name of each group's first parameter."""
 
-    def side(package: Any, lr: float) -> tuple[nn.Module, Optimizer]:
+    def side(package: Any, lr: float) -> tuple[nn.Module, cases.Optimizer]:
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
         groups = [{"params": list(part.parameters()), "lr": lr + 1.0} for part in model]
         groups.insert(place, {"params": []})
         return model, package("AdamW")(groups, lr)
 
-    saver, loader = side(package, 0.25), side(ours, 0.5)
+    saver, loader = side(package, 0.25), side(cases.ours, 0.5)
     train_trainable([saver[1]], 2)
     loaded = carried(saver, loader, tmp_path, of_torch.StateDictOptions())
     rates = [group["lr"] for group in loaded.param_groups]
@@ -247,7 +241,7 @@ def test_a_group_without_parameters_keeps_its_options(tmp_path, place, package):
 )
 def test_states_of_parameters_that_no_step_takes_are_refused(device, dtype):
     good, bad = nn.Parameter(torch.ones(3)), torch.ones(3, device=device).to(dtype)
-    optimizer = ours("AdamW")([{"params": [good]}, {"params": [good.detach().clone(), bad]}])
+    optimizer = cases.ours("AdamW")([{"params": [good]}, {"params": [good.detach().clone(), bad]}])
     bad.requires_grad_()
     words = rf"param of group 1, param 1 must be .*{str(dtype)[6:]} on {device}"
     with pytest.raises(RuntimeError, match=f"^AdamW.init_state: {words}"):

@@ -16,16 +16,6 @@ from harness.edge_shapes import (
     threads,
 )
 from harness.engine_results import EXTREMES, lists_to_sum
-from harness.gradient_lists import (
-    GRAD_DTYPES,
-    SUM_OF_SQUARES,
-    assert_right,
-    each_bad_value,
-    each_dtype,
-    equal,
-    multiplied,
-    spoiled,
-)
 from harness.optimizer_cases import HALVES
 from harness.reference import same_bits
 from harness.rows import rows
@@ -384,16 +374,14 @@ def test_a_scale_without_a_finite_inverse_counts_as_overflow(scale, expected, sh
 
 
 @pytest.mark.parametrize("inverse", [1 / 65536, 1.0, 3.0, 1e30])
-@each_dtype
-def test_any_inverse_multiplies_in_place_and_the_verdict_is_about_what_came(
-    dtype, inverse, device
-) -> None:
+@cases.each_dtype
+def test_any_inverse_multiplies_in_place_and_the_verdict_is_about_what_came(dtype, inverse, device):
     tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     limits = torch.tensor([0.0, -0.0, tiny / 2, -tiny, 1.1, largest, -largest], dtype=dtype)
     grads = [torch.randn(70).to(dtype).to(device), limits.to(device, copy=True)]
-    wanted, addresses = [multiplied(g, inverse) for g in grads], [g.data_ptr() for g in grads]
+    wanted, addresses = [cases.multiplied(g, inverse) for g in grads], [g.data_ptr() for g in grads]
     assert found(grads, inv_scale=torch.tensor(inverse, device=device)) == 0
-    assert all(map(equal, grads, wanted))
+    assert all(map(cases.equal, grads, wanted))
     assert grads[1][-2].isinf() == (largest * inverse > largest)
     assert [grad.data_ptr() for grad in grads] == addresses
 
@@ -401,7 +389,7 @@ def test_any_inverse_multiplies_in_place_and_the_verdict_is_about_what_came(
 # Counts.
 
 
-@each_dtype
+@cases.each_dtype
 def test_tensors_of_nothing_but_nan_are_counted_whole(dtype: torch.dtype, device) -> None:
     sizes = [1, 33, 4097, 70_000, 500_003]
     tensors = [torch.full((size,), NAN, dtype=dtype, device=device) for size in sizes]
@@ -409,7 +397,7 @@ def test_tensors_of_nothing_but_nan_are_counted_whole(dtype: torch.dtype, device
 
 
 def test_counts_are_integers_beside_the_tensors_outside_of_any_graph(device) -> None:
-    tensor = spoiled(100, F32, device).requires_grad_()
+    tensor = cases.spoiled(100, F32, device).requires_grad_()
     bad = int((~tensor.isfinite()).sum())
     counts = ops.count_nonfinite([tensor, tensor, tensor[:0], tensor * 2])  # one may be there twice
     assert counts.tolist() == [bad, bad, 0, bad]
@@ -432,11 +420,11 @@ def scan(tensors: list[Tensor], *, before: float = -1.0, **options: Tensor) -> t
 
 
 def assert_sum_is_right(tensors: list[Tensor], what: object = "") -> None:
-    assert_right(SUM_OF_SQUARES, tensors, what)
+    cases.assert_right(cases.SUM_OF_SQUARES, tensors, what)
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1.9999, 3e4])
-@each_dtype
+@cases.each_dtype
 def test_equal_numbers_do_not_let_roundings_pile_up(dtype, value, device) -> None:
     """A running sum rounds every addition the same way and drifts; pairs do not."""
     for size in (4097, 70_000, 200_003):
@@ -463,8 +451,8 @@ def test_one_extreme_element_is_not_lost(rest: float, one: float, place: int, de
     assert_sum_is_right([tensor[:place], tensor[place : place + 1], tensor[place + 1 :]])
 
 
-@each_bad_value
-@each_dtype
+@cases.each_bad_value
+@cases.each_dtype
 def test_inf_and_nan_are_found_among_numbers_whose_squares_are_inf(dtype, value, device) -> None:
     for size in (1, 5, 4097, 16385, 70_000):
         for index in {0, size // 2, size - 1}:
@@ -484,7 +472,7 @@ def test_the_sum_is_set_whatever_was_there(before: float, device) -> None:
     assert scan([torch.full((3,), 2.0, device=device)], before=before)[0].item() == 12
     empty = torch.empty(0, device=device)
     nothings = [[], [empty], [empty, empty.view(3, 0)], [empty.half(), empty.double()]]
-    zeros = [torch.zeros(70_000, dtype=dtype, device=device) for dtype in GRAD_DTYPES]
+    zeros = [torch.zeros(70_000, dtype=dtype, device=device) for dtype in cases.GRAD_DTYPES]
     for nothing in (*nothings, zeros, [-zero for zero in zeros], *([zero] for zero in zeros)):
         total, found = scan(nothing, before=before)
         assert same_bits(total, torch.zeros((), dtype=F64))

@@ -16,15 +16,6 @@ from harness import list_operations as cases
 from harness.coded_lists import CODED_STEPS, FIRST_STATES, build_coded, coded_steps
 from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN, Dtypes, placed, strided
 from harness.launch_failures import WORDS, refusing_launch
-from harness.list_operations import (
-    IN_FLOAT,
-    Lists,
-    Options,
-    build,
-    copied,
-    few_steps_and_updates,
-    run,
-)
 from harness.number_codes import GROUP
 from harness.reference import same_bits
 from harness.rows import rows
@@ -50,11 +41,11 @@ def assert_step_refused(operation: str, lists: Any, words: str, **options: Any) 
     assert_refused(call, f"{operation}: {words}", lists, options)
 
 
-def some_lists(operation: str, options: Options) -> Lists:
+def some_lists(operation: str, options: cases.Options) -> cases.Lists:
     return cases.build(operation, options, [(5,)] * 3, Dtypes(F16, F16, F32, master=True), "cpu")
 
 
-def named(lists: Lists, kinds: str) -> list[str]:
+def named(lists: cases.Lists, kinds: str) -> list[str]:
     """Returns the names of some lists of an operation; "buffers" are those of its states."""
     others = {"params", "grads", "steps", "master_params"}
     wanted = set(kinds.split())
@@ -198,25 +189,25 @@ def test_buffers_of_an_update_that_are_too_few_or_too_many_are_named(kind, name)
 # Moments in codes of 8 bits.
 
 
-def coded_lists(operation: str, code: str) -> tuple[Lists, Options]:
+def coded_lists(operation: str, code: str) -> tuple[cases.Lists, cases.Options]:
     options = cases.ALL_BUFFERS[operation]
     return build_coded(operation, options, code, cases.IN_FLOAT, [(2 * GROUP,)] * 3), options
 
 
-def with_maxima(lists: Lists) -> None:
+def with_maxima(lists: cases.Lists) -> None:
     lists["max_exp_avg_sqs"] = [torch.zeros(2 * GROUP, dtype=BF16) for _ in lists["params"]]
 
 
-def with_exponents(lists: Lists) -> None:
+def with_exponents(lists: cases.Lists) -> None:
     lists["exponents"] = [torch.ones(2, dtype=torch.uint8) for _ in lists["params"]]
 
 
-def not_of_whole_groups(lists: Lists) -> None:
+def not_of_whole_groups(lists: cases.Lists) -> None:
     for name in lists.keys() - {"steps", "exponents"}:
         lists[name][1] = torch.cat([lists[name][1], lists[name][1][:1]])
 
 
-def second(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Lists], None]:
+def second(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[cases.Lists], None]:
     """Returns what changes the second tensor of a list."""
     return lambda lists: lists[name].__setitem__(1, change(lists[name][1]))
 
@@ -423,20 +414,20 @@ def refused(call: Callable[[], Any]) -> Iterator[str]:
             return
 
 
-@few_steps_and_updates
+@cases.few_steps_and_updates
 def test_a_step_that_is_refused_in_the_middle_says_how_many_it_stepped(
     operation, options, emulated
 ):
     """The parameters of the last launch are in 16 bits."""
-    before = build(operation, options, [(5,), (3, 2), (7,)], IN_FLOAT, "cpu")
+    before = cases.build(operation, options, [(5,), (3, 2), (7,)], cases.IN_FLOAT, "cpu")
     before["params"][1] = before["params"][1].to(BF16)
-    whole, lists = copied(before), copied(before)
-    run(operation, whole, **options)
+    whole, lists = cases.copied(before), cases.copied(before)
+    cases.run(operation, whole, **options)
 
     def call() -> None:
-        for name, tensors in copied(before).items():
+        for name, tensors in cases.copied(before).items():
             lists[name][:] = tensors
-        run(operation, lists, **options)
+        cases.run(operation, lists, **options)
 
     found = []
     for message in refused(call):

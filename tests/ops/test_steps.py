@@ -29,15 +29,6 @@ from harness.edge_shapes import (
     placed,
     threads,
 )
-from harness.list_operations import (
-    DITHERED_STEPS,
-    FEW_STEPS,
-    IN_FLOAT,
-    Lists,
-    Options,
-    assert_same,
-    run,
-)
 from harness.number_codes import GROUP
 from harness.reference import same_bits
 from harness.rows import rows
@@ -324,7 +315,7 @@ class Form:
     """A step, and how its numbers are kept."""
 
     operation: str
-    options: Options
+    options: cases.Options
     dtypes: Dtypes
     code: str = ""
     low_bits: int = 0
@@ -333,26 +324,26 @@ class Form:
     def has_groups(self) -> bool:
         return self.code in ("q8s", "q8m")
 
-    def build(self, *shapes: tuple[int, ...]) -> Lists:
+    def build(self, *shapes: tuple[int, ...]) -> cases.Lists:
         args = self.code, self.dtypes, list(shapes), self.low_bits
         return build_coded(self.operation, self.options, *args)
 
     def run(self, lists: Any, **more: Any) -> None:
-        run(self.operation, lists, **self.options, **more)
+        cases.run(self.operation, lists, **self.options, **more)
 
 
 def forms() -> Iterator[tuple[str, Form]]:
-    for row in FEW_STEPS:
+    for row in cases.FEW_STEPS:
         for dtypes in FEW_DTYPES:
             yield f"{row.id}-{dtypes.id}", Form(*row.values, *dtypes.values)
         for dtype, low_bits in ((BF16, 16), (F16, 8)):
             dtypes = Dtypes(dtype, dtype, F32, master=True)
             yield f"{row.id}-split{low_bits}", Form(*row.values, dtypes, low_bits=low_bits)
-    for row in DITHERED_STEPS:
+    for row in cases.DITHERED_STEPS:
         yield row.id, Form(*row.values, Dtypes(BF16, BF16, BF16))
     for row in CODED_STEPS:
         operation, options, code = row.values
-        for dtypes in (IN_FLOAT, Dtypes(F16, F16, F32, master=True)):
+        for dtypes in (cases.IN_FLOAT, Dtypes(F16, F16, F32, master=True)):
             yield f"{row.id}-codes-{dtypes.param}", Form(operation, options, dtypes, code)
 
 
@@ -361,7 +352,7 @@ each_form = pytest.mark.parametrize("form", rows(dict(forms())))
 APART = {"steps", "exponents"}
 
 
-def placed_lists(lists: Lists, layout: Any) -> Lists:
+def placed_lists(lists: cases.Lists, layout: Any) -> cases.Lists:
     """Copies, in views of a layout but for lower parts of two bytes, which stay side by side."""
 
     def is_apart(name: str, tensor: torch.Tensor, param: torch.Tensor) -> bool:
@@ -403,7 +394,7 @@ def test_any_number_of_threads_gives_the_same_bits(form):
     for side, count in ((lists, 1), (others, 3)):
         with threads(count):
             form.run(side)
-    assert_same(others, lists)
+    cases.assert_same(others, lists)
 
 
 @each_form
@@ -418,10 +409,10 @@ def test_an_overflow_leaves_every_bit_alone_and_a_clean_flag_changes_none(device
         form.run(lists, found_inf=flag, grad_scale=scale, max_grad_norm=1.0, **skips)
     form.run(lists, grad_scale=torch.tensor(0.0, device=device))
     lists["grads"][0].view(-1)[1] = before["grads"][0].view(-1)[1]
-    assert_same(lists, before)
+    cases.assert_same(lists, before)
     form.run(expected)
     form.run(lists, found_inf=torch.zeros(1, device=device))
-    assert_same(lists, expected)
+    cases.assert_same(lists, expected)
 
 
 @each_form
@@ -432,7 +423,7 @@ def test_misaligned_memory_gives_the_same_bits(device, form):
     for _ in range(2):
         form.run(lists)
         form.run(others)
-    assert_same(others, lists)
+    cases.assert_same(others, lists)
     for name in others.keys() - APART - {"master_params"}:
         assert all(map(neighbours_untouched, others[name])), name
 
@@ -465,7 +456,7 @@ def test_elements_are_in_the_order_of_the_parameters_memory(device, form, layout
             (wanted,) = in_order[name]
             axes = (*order, 4) if wanted.dim() == 5 else order
             assert same_bits(lists[name][0].permute(*axes), wanted), name
-        assert_same(lists, {name: in_order[name] for name in in_order.keys() & APART})
+        cases.assert_same(lists, {name: in_order[name] for name in in_order.keys() & APART})
     for name in others.keys() - APART:
         if others[name][0].dim() == 4:
             assert neighbours_untouched(others[name][0]), name

@@ -11,15 +11,6 @@ import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32, F64, INF, NAN
 from harness.list_operations import DESCRIBED
-from harness.optimizer_cases import (
-    CLASSES,
-    assert_same_bits,
-    give_grads,
-    make_params,
-    ours,
-    params_of,
-    train,
-)
 from harness.reference import tolerance
 from harness.rows import rows
 from torch.nn import Parameter
@@ -33,7 +24,7 @@ FEW_SHAPES = [(3, 5), (), (0,), (7,)]
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_ten_steps_match_torch_to_rounding(device, dtype, name, options):
     mine, other = cases.beside_torch(name, options, dtype, device)
-    train([mine, other], 10)
+    cases.train([mine, other], 10)
     cases.assert_all_close(mine, other, steps=10)
 
 
@@ -44,9 +35,9 @@ def test_without_decay_inf_and_nan_in_a_parameter_stay_out_of_its_states(
 ):
     options = options | {"weight_decay": 0}
     mine, other = cases.beside_torch(name, options, dtype, device, [(40,)])
-    for param in (*params_of(mine), *params_of(other)):
+    for param in (*cases.params_of(mine), *cases.params_of(other)):
         param.data[3::4] = torch.tensor([INF, -INF, NAN] * 3 + [0.0])
-    train([mine, other], 3)
+    cases.train([mine, other], 3)
     close = tolerance(dtype, steps=3, size=2.0)
     for actual, expected in zip(*map(cases.bits_of, (mine, other)), strict=True):
         for key, value in expected.items():
@@ -58,7 +49,9 @@ def test_without_decay_inf_and_nan_in_a_parameter_stay_out_of_its_states(
 @cases.every_optimizer
 @cases.FLOATS
 def test_states_have_the_names_and_dtypes_promised(dtype, name, options, rounding):
-    other = cases.trained(cases.theirs(name)(make_params(F32, shapes=FEW_SHAPES), **options), 1)
+    other = cases.trained(
+        cases.theirs(name)(cases.make_params(F32, shapes=FEW_SHAPES), **options), 1
+    )
     for master_weights in (True, False):
         for state_dtype in (F32, BF16, None):
             own = {"master_weights": master_weights, "state_dtype": state_dtype}
@@ -66,10 +59,10 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options, roundin
             is_low_precision = state_dtype != F32 or not master_weights
             dithers = rounding == "dither" or (rounding is None and state_dtype is not None)
             mine = cases.trained(
-                ours(name)(make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2
+                cases.ours(name)(cases.make_params(dtype, shapes=FEW_SHAPES), **options, **own), 2
             )
             buffer_dtype = dtype if state_dtype is None or dtype == F64 else state_dtype
-            for param, twin in zip(params_of(mine), params_of(other), strict=True):
+            for param, twin in zip(cases.params_of(mine), cases.params_of(other), strict=True):
                 expected = dict.fromkeys(other.state.get(twin, {}), (buffer_dtype, param.shape))
                 if cases.counts_steps(name, options) or (is_low_precision and dithers):
                     expected["step"] = (F32, ())
@@ -83,8 +76,8 @@ def test_states_have_the_names_and_dtypes_promised(dtype, name, options, roundin
 def test_steps_and_loads_do_not_depend_on_the_default_dtype_and_device():
     try:
         torch.set_default_dtype(F64)
-        optimizer = cases.trained(ours("Adam")(make_params(F64, shapes=[(5,)])), 1)
-        resumed = ours("Adam")(cases.twins(optimizer))
+        optimizer = cases.trained(cases.ours("Adam")(cases.make_params(F64, shapes=[(5,)])), 1)
+        resumed = cases.ours("Adam")(cases.twins(optimizer))
         with torch.device("meta"):
             resumed.load_state_dict(optimizer.state_dict())
     finally:
@@ -99,7 +92,7 @@ def test_steps_and_loads_do_not_depend_on_the_default_dtype_and_device():
 
 @cases.each_in_torch
 def test_defaults_are_those_of_torch_and_three_more(name):
-    mine, other = (package(name)(make_params(F32)) for package in (ours, cases.theirs))
+    mine, other = (package(name)(cases.make_params(F32)) for package in (cases.ours, cases.theirs))
     more = {"master_weights": True, "state_dtype": "float32", "rounding": None}
     if "decoupled_weight_decay" not in other.defaults:
         more["decoupled_weight_decay"] = False
@@ -124,7 +117,7 @@ WRONG_PARAMS = {
 @cases.each_name
 def test_wrong_parameters_raise_as_torch_does(name, params):
     p, q, errors = Parameter(torch.zeros(3)), Parameter(torch.zeros(2)), []
-    for package in (ours, cases.theirs):
+    for package in (cases.ours, cases.theirs):
         with pytest.raises((TypeError, ValueError)) as caught:
             package(name)(params(p, q), lr=0.1)
         errors.append((caught.type, str(caught.value)))
@@ -146,7 +139,7 @@ def test_only_sparse_gradients_are_called_sparse(make, got):
     param.grad = param.detach().clone()
     words = f"^SGD: grad of group 0, param 0 must be a strided tensor .*, got {got}"
     with pytest.raises(RuntimeError, match=words):
-        ours("SGD")([param]).step()
+        cases.ours("SGD")([param]).step()
 
 
 REFUSED_PARAMS = {
@@ -160,7 +153,7 @@ REFUSED_PARAMS = {
 @cases.each_class
 def test_a_parameter_that_no_kernel_takes_is_refused_by_name(name, options, param, words):
     good, bad = Parameter(torch.ones(3)), Parameter(param)
-    optimizer = ours(name)([good, bad], **options)
+    optimizer = cases.ours(name)([good, bad], **options)
     good.grad, bad.grad = torch.ones(3), torch.ones_like(param)
     with pytest.raises(RuntimeError, match=f"^{name}: .* of group 0, param 1 .*{words}"):
         optimizer.step()
@@ -175,13 +168,13 @@ FROZEN = [torch.int8, torch.bool, torch.cfloat, torch.float8_e4m3fn]
 @cases.each_class
 def test_frozen_parameters_of_any_dtype_are_left_alone(name, options, dtype):
     frozen = Parameter(torch.ones(3).to(dtype), requires_grad=False)
-    mixed = ours(name)([*make_params(F32, shapes=[(5,)]), frozen], **options)
-    plain = ours(name)(cases.twins(params_of(mixed)[:1]), **options)
+    mixed = cases.ours(name)([*cases.make_params(F32, shapes=[(5,)]), frozen], **options)
+    plain = cases.ours(name)(cases.twins(cases.params_of(mixed)[:1]), **options)
     for _ in range(2):
-        give_grads(params_of(mixed)[:1], plain)
+        cases.give_grads(cases.params_of(mixed)[:1], plain)
         mixed.step()
         plain.step()
-    assert_same_bits(cases.bits_of(mixed)[:1], plain)
+    cases.assert_same_bits(cases.bits_of(mixed)[:1], plain)
     assert torch.equal(frozen.float(), torch.ones(3))
     assert not mixed.state.get(frozen)
 
@@ -202,12 +195,12 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
 
     lr = torch.ones(1, device=device)
     tensors = {key: as_tensors(value) for key, value in options.items()}
-    expected = ours(name)(make_params(F32, device), **options)
-    actual = ours(name)(cases.twins(expected), lr=lr, **tensors)
+    expected = cases.ours(name)(cases.make_params(F32, device), **options)
+    actual = cases.ours(name)(cases.twins(expected), lr=lr, **tensors)
     for value in (1.0, 0.5, 0.25):
         expected.param_groups[0]["lr"] = lr.fill_(value).item()
-        train([actual, expected])
-        assert_same_bits(actual, expected)
+        cases.train([actual, expected])
+        cases.assert_same_bits(actual, expected)
 
 
 # Docstrings.
@@ -215,7 +208,7 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
 
 @cases.each_class
 def test_the_docstring_of_a_class_says_what_each_argument_does(name, options):
-    kind = ours(name)
+    kind = cases.ours(name)
     arguments = kind.__doc__.partition("Args:\n")[2].partition("\n\n")[0]
     documented = re.findall(r"^        (\w+): \S", arguments, re.MULTILINE)
     assert sorted(documented) == sorted(inspect.signature(kind).parameters)
@@ -243,7 +236,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("place", "pattern"), PLACES)
 def test_every_optimizer_stands_there(place: str, pattern: str) -> None:
-    names = [{"name": name} for name in CLASSES]
+    names = [{"name": name} for name in cases.CLASSES]
     if "{operation}" in pattern:
         names = [{"operation": described.operation} for described in DESCRIBED]
     text = (ROOT / place).read_text()

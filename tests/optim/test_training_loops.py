@@ -12,17 +12,6 @@ import torch
 from harness import optimizer_cases as cases
 from harness import scaler_cases
 from harness.edge_shapes import BF16, F32
-from harness.optimizer_cases import (
-    assert_same_bits,
-    each_class,
-    give_grads,
-    make_params,
-    ours,
-    params_of,
-    theirs,
-    train,
-    trained,
-)
 from harness.reference import assert_close, same_bits
 from harness.rows import rows
 from test_forms import FORMS
@@ -60,8 +49,8 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize(("name", "options"), cases.in_torch(cases.FEW_OPTIMIZERS))
 def test_a_schedule_leads_ours_where_it_leads_torchs(name, options, as_tensor, schedule):
     sides = []
-    start = make_params(F32, shapes=[(5,), (7,), (3,)])
-    for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False})):
+    start = cases.make_params(F32, shapes=[(5,), (7,), (3,)])
+    for package, own in ((cases.ours, cases.AS_TORCH), (cases.theirs, {"foreach": False})):
         params = cases.twins(start)
         groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.02}]
         optimizer = package(name)(groups, **(options | {"lr": 0.1}), **own)
@@ -90,11 +79,11 @@ def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
     model = small_model(dtype).append(nn.Linear(2, 2))  # float32: has no masters
     params = list(model.parameters())
     params[0].requires_grad_(False)
-    optimizer = ours(name)([{"params": params[3:]}, {"params": params[:3]}], **options)
+    optimizer = cases.ours(name)([{"params": params[3:]}, {"params": params[:3]}], **options)
     elsewhere = nn.Parameter(torch.ones(5, dtype=dtype))  # stands for itself
     for _ in ("before a step", "after it"):
         masters = optimizer.master_params()
-        for param, master in zip(params_of(optimizer), masters, strict=True):
+        for param, master in zip(cases.params_of(optimizer), masters, strict=True):
             kept = optimizer.state[param].get("master_param", param)
             assert (kept is param) == (param.dtype == F32 or param is params[0])
             assert master.data_ptr() == kept.data_ptr()
@@ -104,7 +93,7 @@ def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
         assert all(map(same_bits, in_order, [*masters[-3:], *masters[:-3]]))
         assert itself.data_ptr() == elsewhere.data_ptr()
         assert elsewhere not in optimizer.state
-        give_grads([param for param in params if param.requires_grad])
+        cases.give_grads([param for param in params if param.requires_grad])
         optimizer.step()
 
 
@@ -114,8 +103,8 @@ def test_masters_are_given_in_the_order_of_the_parameters(dtype, name, options):
 @cases.each_class
 def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
     logs = []
-    for package in (ours, theirs):
-        optimizer = package(name)(make_params(F32, shapes=[(5,)]), **options)
+    for package in (cases.ours, cases.theirs):
+        optimizer = package(name)(cases.make_params(F32, shapes=[(5,)]), **options)
         log: list[str] = []
 
         def note(word: str, log: list[str] = log) -> Callable[..., None]:
@@ -131,7 +120,7 @@ def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
         cases.train([optimizer])
         optimizer.step(lambda log=log: log.append("closure"))
         optimizer.step(closure=None)
-        if package is ours:  # an overflow is a step with all its hooks
+        if package is cases.ours:  # an overflow is a step with all its hooks
             optimizer.found_inf = torch.ones(())
         optimizer.step()
         for handle in handles:
@@ -147,10 +136,10 @@ def test_all_hooks_of_a_step_run_in_torchs_order(name, options):
 @cases.each_in_torch
 def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
     seen = []
-    for package in (ours, theirs):
-        optimizer = package(name)(make_params(F32, shapes=[(5,)]), lr=0.1)
+    for package in (cases.ours, cases.theirs):
+        optimizer = package(name)(cases.make_params(F32, shapes=[(5,)]), lr=0.1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            give_grads(params_of(optimizer))
+            cases.give_grads(cases.params_of(optimizer))
             optimizer.step()
             optimizer.zero_grad()
         seen.append(sorted(e.key for e in profile.key_averages() if e.key.startswith("Optimizer")))
@@ -164,7 +153,7 @@ def test_the_profiler_sees_the_ranges_that_it_sees_of_torch(name):
 @cases.few_optimizers
 def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
     losses, optimizers = [], []
-    for package, own in ((ours, cases.AS_TORCH), (theirs, {"foreach": False})):
+    for package, own in ((cases.ours, cases.AS_TORCH), (cases.theirs, {"foreach": False})):
         model = small_model(F32)
         optimizer = package(name)(model.parameters(), **(options | {"lr": 0.01}), **own)
         optimizers.append(optimizer)
@@ -196,7 +185,7 @@ def test_a_closure_is_run_as_torch_runs_it(name, options, grad_enabled):
 def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool, prepare: Any) -> None:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.ones_(linear.weight)
-    optimizer = ours("SGD")(linear.parameters(), lr=1.0)
+    optimizer = cases.ours("SGD")(linear.parameters(), lr=1.0)
     prepare(optimizer)
     scaler = GradScaler("cpu", init_scale=2.0, enabled=scaled)
     with torch.autocast("cpu", BF16):
@@ -215,7 +204,7 @@ def test_a_step_inside_an_autocast_scope_leaves_no_stale_weight(scaled: bool, pr
 @pytest.mark.parametrize("erases", [True, False], ids=["erased", "none"])
 def test_what_is_left_of_a_state_is_refused(erases, name, state_dtype) -> None:
     params = [nn.Parameter(torch.ones(64, 64)) for _ in range(2)]
-    optimizer = ours("AdamW")(params, lr=0.5, state_dtype=state_dtype)
+    optimizer = cases.ours("AdamW")(params, lr=0.5, state_dtype=state_dtype)
     cases.train([optimizer])
     state = optimizer.state[params[1]]
     for key in {name, f"{name}_q8h", f"{name}_q8s"} & state.keys():
@@ -229,10 +218,10 @@ def test_what_is_left_of_a_state_is_refused(erases, name, state_dtype) -> None:
     cases.assert_same_bits(optimizer, before)
 
 
-@each_class
+@cases.each_class
 def test_others_may_write_into_a_state_before_the_first_step(name, options) -> None:
     param = nn.Parameter(torch.ones(3))
-    optimizer = ours(name)([param], **options)
+    optimizer = cases.ours(name)([param], **options)
     held = optimizer.state[param]
     held["slow"] = torch.ones(3)
     if not optimizer.state_spec_of(optimizer.param_groups[0]).keeps_step:
@@ -256,16 +245,18 @@ SHAPES = [(64, 64), (7,), ()]
 
 
 def load(optimizer: Any) -> None:
-    optimizer.load_state_dict(trained(copy.deepcopy(optimizer)).state_dict())
+    optimizer.load_state_dict(cases.trained(copy.deepcopy(optimizer)).state_dict())
 
 
 def step(optimizer: Any) -> None:
-    trained(optimizer, 1)
+    cases.trained(optimizer, 1)
 
 
 CALLS = {
     "init_state": lambda optimizer: optimizer.init_state(),
-    "float32_state_dict": lambda optimizer: amp_ext.optim.float32_state_dict(trained(optimizer)),
+    "float32_state_dict": lambda optimizer: amp_ext.optim.float32_state_dict(
+        cases.trained(optimizer)
+    ),
     "load": load,
     "step": step,
 }
@@ -291,17 +282,17 @@ def test_training_goes_on_from_what_was_made_in_inference_mode(dtype, kept, call
     sides = []
     for is_on in (True, False):
         torch.manual_seed(0)
-        params = make_params(dtype, device, SHAPES)
-        optimizer = ours("AdamW")(params, lr=0.05, max_grad_norm=1.0, **kept)
+        params = cases.make_params(dtype, device, SHAPES)
+        optimizer = cases.ours("AdamW")(params, lr=0.05, max_grad_norm=1.0, **kept)
         with torch.inference_mode(is_on):
             optimizer.norm_guard = amp_ext.optim.NormGuard()
             made = CALLS[call](optimizer)
         assert inference_tensors(made, dict(optimizer.state), optimizer.grad_norm) == []
-        train([optimizer], 2)
+        cases.train([optimizer], 2)
         optimizer.refresh_masters()
-        train([optimizer])
+        cases.train([optimizer])
         sides.append(optimizer)
-    assert_same_bits(*sides)
+    cases.assert_same_bits(*sides)
 
 
 # Scalers.
@@ -316,10 +307,10 @@ ITERATION = {
 
 
 def give_scaled_grads(scaler: Any, optimizer: Any, value: float) -> None:
-    for param in params_of(optimizer):
+    for param in cases.params_of(optimizer):
         param.grad = None
     with torch.enable_grad():
-        scaler.scale(sum(param.sum() for param in params_of(optimizer)) * value).backward()
+        scaler.scale(sum(param.sum() for param in cases.params_of(optimizer)) * value).backward()
 
 
 @scaler_cases.over([scaler_cases.our_adamw_with_norm, scaler_cases.our_sgd, scaler_cases.Duck])
@@ -340,15 +331,15 @@ def test_scalers_go_on_after_inference_mode(make, inside, device):
             give_scaled_grads(scaler, optimizer, value)
             scaler.step(optimizer)
             scaler.update()
-        sides.append((params_of(optimizer), scaler.state_dict(), scaler.stats()))
-    assert_same_bits(sides[0][0], sides[1][0])
+        sides.append((cases.params_of(optimizer), scaler.state_dict(), scaler.stats()))
+    cases.assert_same_bits(sides[0][0], sides[1][0])
     assert sides[0][1:] == sides[1][1:]
 
 
 def test_a_parameter_of_inference_mode_stays_what_it_is(device):
     """Whoever makes a model there steps and loads it there."""
     with torch.inference_mode():
-        optimizer = trained(ours("AdamW")(make_params(BF16, device, SHAPES)))
+        optimizer = cases.trained(cases.ours("AdamW")(cases.make_params(BF16, device, SHAPES)))
         load(optimizer)
-        trained(optimizer)
-    assert all(param.is_inference() for param in params_of(optimizer))
+        cases.trained(optimizer)
+    assert all(param.is_inference() for param in cases.params_of(optimizer))

@@ -12,18 +12,6 @@ import torch
 from harness import scaler_cases as cases
 from harness.edge_shapes import BF16, F16, F32
 from harness.reference import same_bits
-from harness.scaler_cases import (
-    INF,
-    TorchScaler,
-    as_torch,
-    described,
-    filled,
-    grads_of,
-    params_of,
-    ready,
-    recorded,
-    with_grads,
-)
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Parameter
@@ -35,17 +23,17 @@ import amp_ext
 
 def test_a_new_scaler_is_one_of_torchs_with_its_values():
     scaler = amp_ext.GradScaler("cpu")
-    assert isinstance(scaler, TorchScaler)
+    assert isinstance(scaler, cases.TorchScaler)
     assert amp_ext.GradScaler.__name__ == "GradScaler"
     assert not {"__bool__", "__len__"} & set(dir(amp_ext.GradScaler))
     assert scaler.is_enabled() is True
     assert scaler._device == "cpu"
-    assert set(vars(TorchScaler("cpu"))) <= set(vars(scaler))
+    assert set(vars(cases.TorchScaler("cpu"))) <= set(vars(scaler))
     positional = amp_ext.GradScaler("cpu", 8.0, 3.0, 0.25, 7, True)
     assert list(positional.state_dict().values()) == [8.0, 3.0, 0.25, 7, 0]
     options = {"min_scale": 1.0, "max_scale": 2.0**20, "dynamic": False}
     limited = amp_ext.GradScaler("cpu", **options)
-    assert scaler.state_dict() == limited.state_dict() == TorchScaler("cpu").state_dict()
+    assert scaler.state_dict() == limited.state_dict() == cases.TorchScaler("cpu").state_dict()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -95,16 +83,16 @@ def test_the_scale_is_created_by_the_first_output(device):
         assert scaler.get_scale() == 0.1
     scaler.scale(one)
     expected = torch.full_like(one, 0.1), torch.zeros_like(one, dtype=torch.int32)
-    assert described((scaler._scale, scaler._growth_tracker)) == described(expected)
+    assert cases.described((scaler._scale, scaler._growth_tracker)) == cases.described(expected)
     assert scaler.get_scale() == expected[0].item()
 
 
 OUTPUTS = [torch.tensor(1.5).half(), torch.tensor([1, 2]), [], [torch.ones(2), 3.0]]
-OUTPUTS += [(torch.ones(2), [torch.zeros(()), (torch.full((3,), INF),)])]
+OUTPUTS += [(torch.ones(2), [torch.zeros(()), (torch.full((3,), cases.INF),)])]
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=repr)
-@as_torch
+@cases.as_torch
 def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
     try:
         return scaler_class("cpu", init_scale=3.0).scale(outputs)
@@ -116,10 +104,10 @@ def test_outputs_are_scaled_as_by_torch(scaler_class, outputs):
 
 
 @cases.every_optimizer
-@as_torch
+@cases.as_torch
 def test_a_disabled_scaler_changes_nothing(scaler_class, make):
     scaler = scaler_class("cpu", enabled=False)
-    optimizer, output = filled(2.0, make=make), [torch.ones(2), "anything"]
+    optimizer, output = cases.filled(2.0, make=make), [torch.ones(2), "anything"]
     log = [scaler.scale(output) is output]
     log += [scaler.unscale_(optimizer) for _ in range(2)]
     log += [scaler.step(optimizer, closure=lambda: "the loss"), scaler.step(optimizer)]
@@ -127,7 +115,7 @@ def test_a_disabled_scaler_changes_nothing(scaler_class, make):
     log += [scaler.get_scale(), scaler._get_growth_tracker(), scaler.state_dict()]
     twins = pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)
     log += [(twin.is_enabled(), twin.state_dict()) for twin in twins]
-    return log, params_of(optimizer), cases.grads_of(optimizer)
+    return log, cases.params_of(optimizer), cases.grads_of(optimizer)
 
 
 # Private names that clients read and write
@@ -137,8 +125,8 @@ def test_a_disabled_scaler_changes_nothing(scaler_class, make):
 @pytest.mark.parametrize("how", ["fill", "replace", "replace-by-vector"])
 def test_a_scale_set_from_outside_is_the_scale(make, how, device):
     grad = torch.tensor([16.0, -8.0], device=device)
-    optimizer, expected = with_grads(grad, make=make), with_grads(grad / 16, make=make)
-    scaler = ready(device, growth_interval=1)
+    optimizer, expected = cases.with_grads(grad, make=make), cases.with_grads(grad / 16, make=make)
+    scaler = cases.ready(device, growth_interval=1)
     if how == "fill":
         scaler._scale.fill_(16.0)
     else:
@@ -146,13 +134,13 @@ def test_a_scale_set_from_outside_is_the_scale(make, how, device):
     assert scaler.get_scale() == scaler.scale(torch.ones((), device=device)).item() == 16
     scaler.step(optimizer)
     expected.step()
-    assert torch.equal(params_of(optimizer)[0], params_of(expected)[0])
+    assert torch.equal(cases.params_of(optimizer)[0], cases.params_of(expected)[0])
     scaler.update()
     assert (scaler.get_scale(), scaler._scale.item()) == (32, 32)
 
 
 def test_a_counter_and_factors_set_from_outside_are_used(device):
-    scaler = ready(device)
+    scaler = cases.ready(device)
     scaler._growth_tracker = torch.full((), 6, dtype=torch.int32, device=device)
     scaler._growth_factor, scaler._growth_interval, scaler._backoff_factor = 3.0, 7, 0.25
     assert cases.scales(scaler, ".", device) == [12]
@@ -164,8 +152,8 @@ def test_a_counter_and_factors_set_from_outside_are_used(device):
 @pytest.mark.parametrize("value", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("how", ["edited", "assigned"])
 def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, device):
-    optimizer = filled(1.0 if value else INF, device, make)  # nobody looks again
-    scaler = ready(device, growth_interval=1)
+    optimizer = cases.filled(1.0 if value else cases.INF, device, make)  # nobody looks again
+    scaler = cases.ready(device, growth_interval=1)
     if how == "assigned":
         found_inf = torch.full((), value, device=device)
         state = {"stage": OptState.UNSCALED, "found_inf_per_device": {device: found_inf}}
@@ -174,7 +162,7 @@ def test_found_inf_edited_between_unscale_and_step_decides(make, how, value, dev
         scaler.unscale_(optimizer)
         cases.set_recorded(scaler, optimizer, value)
     scaler.step(optimizer)
-    assert bool((params_of(optimizer)[0] == 1).all()) == (value != 0)
+    assert bool((cases.params_of(optimizer)[0] == 1).all()) == (value != 0)
     scaler.update()
     assert scaler.get_scale() == (2 if value else 8)
 
@@ -190,13 +178,13 @@ def test_an_override_of_unscale_grads_is_what_runs(make, how, device):
         return {key: value + 1 for key, value in found.items()}
 
     kind = type("Mine", (amp_ext.GradScaler,), {"_unscale_grads_": override})
-    scaler = ready(device, kind if how == "subclass" else amp_ext.GradScaler)
+    scaler = cases.ready(device, kind if how == "subclass" else amp_ext.GradScaler)
     if how == "instance":
         scaler._unscale_grads_ = MethodType(override, scaler)
-    optimizer = filled(1.0, device, make)
+    optimizer = cases.filled(1.0, device, make)
     scaler.step(optimizer)
     assert cases.recorded(scaler, optimizer) == [1.0]
-    assert params_of(optimizer)[0].tolist() == [1, 1, 1]
+    assert cases.params_of(optimizer)[0].tolist() == [1, 1, 1]
     scaler.update()
     assert scaler.get_scale() == 2
     assert scaler.last_step_skipped(optimizer, wait=True)
@@ -206,17 +194,19 @@ def test_an_override_of_unscale_grads_is_what_runs(make, how, device):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-@pytest.mark.parametrize("value", [1.0, INF])
-@as_torch
+@pytest.mark.parametrize("value", [1.0, cases.INF])
+@cases.as_torch
 def test_unscale_grads_may_be_called_directly(scaler_class, shape, value, device):
-    optimizer = with_grads(torch.full((3,), value, device=device), torch.ones(0, device=device))
+    optimizer = cases.with_grads(
+        torch.full((3,), value, device=device), torch.ones(0, device=device)
+    )
     inv_scale, found_inf = (torch.full(shape, v, device=device) for v in (0.5, 0.0))
     found = scaler_class(device.type)._unscale_grads_(optimizer, inv_scale, found_inf, False)
     return found, found_inf, inv_scale, cases.grads_of(optimizer)
 
 
 def test_the_scale_and_the_counter_stay_where_they_are(device):
-    scaler = ready(device, growth_interval=2)
+    scaler = cases.ready(device, growth_interval=2)
     tensors = scaler._scale, scaler._growth_tracker
     addresses = [tensor.data_ptr() for tensor in tensors]
     cases.scales(scaler, "..x.", device)
@@ -235,7 +225,7 @@ def test_the_scale_and_the_counter_stay_where_they_are(device):
 every_scan = pytest.mark.parametrize("call", ["unscale_", "step", "_check_inf_per_device"])
 
 
-SPARSE_VALUES = [[1.0, 2.0, 4.0], [1.0, INF, 4.0], []]
+SPARSE_VALUES = [[1.0, 2.0, 4.0], [1.0, cases.INF, 4.0], []]
 SPARSE_VALUES += [[3e38, 1.0, 3e38], [4e4, 1.0, 4e4]]  # whose sums overflow, one in half alone
 
 
@@ -243,24 +233,24 @@ SPARSE_VALUES += [[3e38, 1.0, 3e38], [4e4, 1.0, 4e4]]  # whose sums overflow, on
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @every_scan
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@as_torch
+@cases.as_torch
 def test_sparse_gradients_of_torchs_sgd_are_treated_as_by_torch(scaler_class, call, dtype, values):
     param = Parameter(torch.ones(4, dtype=dtype))
     rows = [[2, 0, 2][: len(values)]]
     param.grad = torch.sparse_coo_tensor(rows, torch.tensor(values, dtype=dtype), (4,))
-    optimizer, scaler = torch.optim.SGD([param], lr=0.5), ready(scaler_class=scaler_class)
+    optimizer, scaler = torch.optim.SGD([param], lr=0.5), cases.ready(scaler_class=scaler_class)
     first_sentence = ""
     if dtype == F16 and call != "_check_inf_per_device":
         first_sentence = cases.error_of(ValueError, getattr(scaler, call), optimizer).split(".")[0]
     else:
         getattr(scaler, call)(optimizer)
-    return first_sentence, param, param.grad, recorded(scaler, optimizer)
+    return first_sentence, param, param.grad, cases.recorded(scaler, optimizer)
 
 
 def test_expanded_gradients_are_read_but_not_written(device):
     param = Parameter(torch.ones(5, device=device))
     param.grad = torch.full((1,), 4.0, device=device).expand(5)
-    scaler = ready(device)
+    scaler = cases.ready(device)
     with pytest.raises(RuntimeError):
         scaler.unscale_(torch.optim.SGD([param]))
     assert param.grad.tolist() == [4.0] * 5
@@ -274,39 +264,39 @@ def test_expanded_gradients_are_read_but_not_written(device):
 @cases.every_optimizer
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_the_check_never_writes_a_gradient(make, dtype, device):
-    values = torch.tensor([-0.0, 1e-40, 6e-8, 1.0, INF, cases.NAN]).to(dtype)
+    values = torch.tensor([-0.0, 1e-40, 6e-8, 1.0, cases.INF, cases.NAN]).to(dtype)
     grads = [values.repeat(9).to(device), torch.ones(3, dtype=dtype, device=device)]
-    optimizer, scaler = with_grads(*grads, make=make), ready(device, init_scale=3.0)
-    versions = [grad._version for grad in grads_of(optimizer)]
+    optimizer, scaler = cases.with_grads(*grads, make=make), cases.ready(device, init_scale=3.0)
+    versions = [grad._version for grad in cases.grads_of(optimizer)]
     found = scaler._check_inf_per_device(optimizer)
     assert [value.item() for value in found.values()] == [1.0]
     assert found is scaler._found_inf_per_device(optimizer)
     assert scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-    assert all(map(same_bits, grads_of(optimizer), grads))
-    assert [grad._version for grad in grads_of(optimizer)] == versions
+    assert all(map(same_bits, cases.grads_of(optimizer), grads))
+    assert [grad._version for grad in cases.grads_of(optimizer)] == versions
 
 
 # step
 
 
 @cases.all_optimizers
-@as_torch
+@cases.as_torch
 def test_a_step_without_any_gradient_is_treated_as_by_torch(scaler_class, make, device):
-    optimizer, scaler = make(cases.new_params(device)), ready(device, scaler_class)
+    optimizer, scaler = make(cases.new_params(device)), cases.ready(device, scaler_class)
     try:
         scaler.step(optimizer)
     except AssertionError as error:
         return str(error)
     text = cases.error_of(AssertionError, scaler.update)
     assert text == "No inf checks were recorded prior to update."
-    return text, params_of(optimizer)
+    return text, cases.params_of(optimizer)
 
 
 @cases.every_optimizer
 @cases.clean_or_overflow
-@as_torch
+@cases.as_torch
 def test_the_step_that_is_called_is_the_one_on_the_instance(scaler_class, make, value, device):
-    optimizer, calls = filled(value, device, make), []
+    optimizer, calls = cases.filled(value, device, make), []
     original = optimizer.step
 
     def patched(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> str:
@@ -316,10 +306,10 @@ def test_the_step_that_is_called_is_the_one_on_the_instance(scaler_class, make, 
         return "returned"
 
     optimizer.step = MethodType(patched, optimizer)
-    returned = ready(device, scaler_class).step(optimizer)
+    returned = cases.ready(device, scaler_class).step(optimizer)
     assert len(calls) == (value == 4 or make is not cases.torchs_sgd)
     leftovers = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-    return returned, calls, leftovers, params_of(optimizer)
+    return returned, calls, leftovers, cases.params_of(optimizer)
 
 
 class TakesTheScaler(torch.optim.SGD):
@@ -335,21 +325,21 @@ class TakesTheScaler(torch.optim.SGD):
 
 
 @cases.clean_or_overflow
-@as_torch
+@cases.as_torch
 def test_an_optimizer_that_takes_the_scaler_gets_it(scaler_class, value, device):
-    optimizer = filled(value, device, lambda params: TakesTheScaler(params, 0.5))
-    scaler = ready(device, scaler_class)
+    optimizer = cases.filled(value, device, lambda params: TakesTheScaler(params, 0.5))
+    scaler = cases.ready(device, scaler_class)
     with pytest.warns(FutureWarning, match="stop passing itself"):
         returned = scaler.step(optimizer)
     scaler.update()
-    return returned, params_of(optimizer), scaler.state_dict()
+    return returned, cases.params_of(optimizer), scaler.state_dict()
 
 
 def updating_itself(base: Any) -> Any:
     class UpdatesItself(base):
         def step(self, closure: Any = None) -> None:
             with torch.no_grad():
-                for param in params_of(self):
+                for param in cases.params_of(self):
                     param -= 0.5 * param.grad
 
     return UpdatesItself
@@ -358,7 +348,7 @@ def updating_itself(base: Any) -> Any:
 def adding_to_gradients(base: Any) -> Any:
     class AddsToGradients(base):
         def step(self, closure: Any = None) -> Any:
-            for param in params_of(self):
+            for param in cases.params_of(self):
                 param.grad += 2.0
             return super().step(closure)
 
@@ -376,11 +366,11 @@ def test_a_step_that_a_class_has_written_itself_sees_what_torchs_would(
         theirs = derived(base)
         of_theirs = type("OfTheirs", (theirs,), {})
         for kind in (theirs, of_theirs):
-            optimizer = filled(value, device, lambda params, kind=kind: kind(params, 0.5))
-            scaler = ready(device, scaler_class)
+            optimizer = cases.filled(value, device, lambda params, kind=kind: kind(params, 0.5))
+            scaler = cases.ready(device, scaler_class)
             scaler.step(optimizer)
             scaler.update()
-            results.append([params_of(optimizer)[0].tolist(), scaler.get_scale()])
+            results.append([cases.params_of(optimizer)[0].tolist(), scaler.get_scale()])
     assert results == [results[0]] * 4
 
 
@@ -393,24 +383,27 @@ def test_a_class_may_promise_that_its_step_leaves_scales_to_its_parent(device):
             self.steps += 1
             return super().step(closure)
 
-    optimizer, scaler = filled(4.0, device, lambda params: Logs(params, 0.5)), ready(device)
-    kept = grads_of(optimizer)[0].clone()
+    optimizer, scaler = (
+        cases.filled(4.0, device, lambda params: Logs(params, 0.5)),
+        cases.ready(device),
+    )
+    kept = cases.grads_of(optimizer)[0].clone()
     scaler.step(optimizer)
     assert optimizer.steps == 1
-    assert params_of(optimizer)[0].tolist() != [1.0] * 3
-    assert same_bits(grads_of(optimizer)[0], kept)
+    assert cases.params_of(optimizer)[0].tolist() != [1.0] * 3
+    assert same_bits(cases.grads_of(optimizer)[0], kept)
 
 
 @cases.clean_or_overflow
 @pytest.mark.parametrize("supports_scaling", [False, True])
-@as_torch
+@cases.as_torch
 def test_anything_with_a_step_is_an_optimizer(scaler_class, value, supports_scaling, device):
-    inner, scaler = filled(value, device), ready(device, scaler_class)
+    inner, scaler = cases.filled(value, device), cases.ready(device, scaler_class)
     wrapper = SimpleNamespace(param_groups=inner.param_groups, step=lambda: "stepped")
     wrapper._step_supports_amp_scaling = supports_scaling
     returned = scaler.step(wrapper)
     scaler.update()
-    return returned, scaler.state_dict(), grads_of(inner)
+    return returned, scaler.state_dict(), cases.grads_of(inner)
 
 
 # A scale that has no finite inverse
@@ -427,7 +420,7 @@ def test_at_a_scale_without_an_inverse_every_step_is_skipped(make, scale, unscal
         optimizer.zero_grad()
         scaler.scale((param * 2).sum()).backward()
         cases.scan_and_step(scaler, optimizer, unscale)
-        assert recorded(scaler, optimizer) == [1.0]
+        assert cases.recorded(scaler, optimizer) == [1.0]
         scaler.update()
         after = scaler.get_scale()
         assert after == 0 or after < before

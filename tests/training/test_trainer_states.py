@@ -16,15 +16,6 @@ import torch
 from harness import trainer_cases as cases
 from harness.edge_shapes import BF16, F16, F32
 from harness.rows import rows
-from harness.trainer_cases import (
-    PRECISIONS,
-    TARGET,
-    X,
-    assert_same,
-    new_model,
-    new_trainer,
-    params_of,
-)
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
 
@@ -36,9 +27,9 @@ from amp_ext.training import MixedPrecisionConfig, StepMetrics
 
 def test_metrics_are_tensors_and_become_numbers_on_request(device):
     options = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
-    trainer = new_trainer("fp16", new_model(device), **options)
-    first = trainer.train_step(X.to(device), TARGET.to(device))
-    metrics = trainer.train_step(X.to(device), TARGET.to(device))
+    trainer = cases.new_trainer("fp16", cases.new_model(device), **options)
+    first = trainer.train_step(cases.X.to(device), cases.TARGET.to(device))
+    metrics = trainer.train_step(cases.X.to(device), cases.TARGET.to(device))
     assert isinstance(metrics, StepMetrics)
     for name in ("loss", "loss_scale", "grad_norm", "skipped"):
         tensor = getattr(metrics, name)
@@ -52,7 +43,7 @@ def test_metrics_are_tensors_and_become_numbers_on_request(device):
     assert list(first.to_dict().values()) == [first.loss.item(), 256.0, None, None]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_metrics_keep_their_values_in_later_steps(precision):
     options = {"max_grad_norm": 1.0, "initial_loss_scale": cases.TOO_LARGE, "growth_interval": 1}
     trainer, again = cases.two_trainers(precision, **options)
@@ -66,11 +57,11 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "
 
 
 @cases.ours_and_torchs("AdamW", 1e-3)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_a_step_reads_no_tensor_on_the_host(precision, make, monkeypatch):
     """What would wait for a GPU must not be in the trainer, nor below it but where noted."""
     options = {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
-    trainer = new_trainer(precision, optimizer=make, **options)
+    trainer = cases.new_trainer(precision, optimizer=make, **options)
     data, readers = cases.batches(count=5), set()
     cases.train_on(trainer, data)
     trainer.flush()
@@ -104,12 +95,12 @@ TWO_STEPS = {"gradient_accumulation_steps": 2}
 
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")])
 def test_the_precision_may_change_between_two_runs(old, new):
-    before = new_trainer(old, initial_loss_scale=32.0, optimizer=amp_ext.optim.AdamW)
-    after = new_trainer(new, initial_loss_scale=64.0, optimizer=amp_ext.optim.AdamW)
-    before.train_step(X, TARGET)
+    before = cases.new_trainer(old, initial_loss_scale=32.0, optimizer=amp_ext.optim.AdamW)
+    after = cases.new_trainer(new, initial_loss_scale=64.0, optimizer=amp_ext.optim.AdamW)
+    before.train_step(cases.X, cases.TARGET)
     after.load_state_dict(before.state_dict())
     wanted = 64.0 if new == "fp16" else 1.0
-    assert after.train_step(X, TARGET).to_dict()["loss_scale"] == wanted
+    assert after.train_step(cases.X, cases.TARGET).to_dict()["loss_scale"] == wanted
     assert after.optimizer.state_dict()["state"][0]["step"] == 2
 
 
@@ -124,21 +115,21 @@ LOADING_ERRORS = [
     ({}, SCHEDULED, {}, "must have the states of 1 schedulers, got 0"),
     (TWO_STEPS, THREE_STEPS, {}, UNFIT.format(False, 4, 3)),
     (SCALED, TWO_STEPS, {}, UNFIT.format(True, 4, 2)),
-    (TWO_STEPS, TWO_STEPS, {"gradients": 3 * [X]}, UNFIT.format(False, 3, 2)),
+    (TWO_STEPS, TWO_STEPS, {"gradients": 3 * [cases.X]}, UNFIT.format(False, 3, 2)),
 ]
 
 
 @pytest.mark.parametrize(("saved", "loading", "change", "text"), LOADING_ERRORS)
 def test_a_state_that_does_not_fit_is_refused(saved, loading, change, text):
-    first, second = new_trainer(**saved), new_trainer(**loading)
-    first.train_step(X, TARGET)
-    second.train_step(X, TARGET)
+    first, second = cases.new_trainer(**saved), cases.new_trainer(**loading)
+    first.train_step(cases.X, cases.TARGET)
+    second.train_step(cases.X, cases.TARGET)
     before, grads = second.state_dict(), cases.grads_of(second)
     with pytest.raises(ValueError, match=text):
         second.load_state_dict(first.state_dict() | change)
     for key in ("scheduler", "accumulated"):
         assert second.state_dict()[key] == before[key]
-    assert_same(cases.grads_of(second), grads)
+    cases.assert_same(cases.grads_of(second), grads)
 
 
 def test_a_resumed_accumulation_can_be_flushed_at_once():
@@ -146,7 +137,7 @@ def test_a_resumed_accumulation_can_be_flushed_at_once():
     cases.train_on(straight, cases.batches(count=5))
     resumed.load_state_dict(straight.state_dict(), model=straight.model.state_dict())
     assert resumed.flush().to_dict() == straight.flush().to_dict() | {"loss": None}
-    assert_same(params_of(resumed), params_of(straight))
+    cases.assert_same(cases.params_of(resumed), cases.params_of(straight))
 
 
 # What is refused.
@@ -155,19 +146,19 @@ def test_a_resumed_accumulation_can_be_flushed_at_once():
 def test_a_disabled_scaler_is_refused():
     text = "^MixedPrecisionTrainer: scaler must be enabled, got a disabled one$"
     with pytest.raises(ValueError, match=text):
-        new_trainer(scaler=amp_ext.GradScaler("cpu", enabled=False))
+        cases.new_trainer(scaler=amp_ext.GradScaler("cpu", enabled=False))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
 @pytest.mark.parametrize(("wanted", "dtype"), [("fp16", F16), ("bf16", BF16)])
 def test_16_bit_parameters_need_their_own_precision(wanted, dtype, precision):
-    model = new_model(dtype=dtype)
+    model = cases.new_model(dtype=dtype)
     if precision == wanted:
-        assert new_trainer(precision, model).config.precision == wanted
+        assert cases.new_trainer(precision, model).config.precision == wanted
         return
     text = f"config.precision must be that of 16-bit parameters, got {precision!r} for .* {dtype}"
     with pytest.raises(ValueError, match=f"^MixedPrecisionTrainer: {text}"):
-        new_trainer(precision, model)
+        cases.new_trainer(precision, model)
 
 
 DICT = cases.WithLoss(lambda loss, logits: {"loss": loss, "logits": logits})
@@ -177,30 +168,32 @@ OBJECT = cases.WithLoss(lambda loss, logits: types.SimpleNamespace(logits=logits
 NO_LOSS = {
     "dict": (DICT, None, "NoneType"),
     "object": (OBJECT, None, "SimpleNamespace"),
-    "output": (new_model(), None, r"torch.Size\(\[8, 2\]\)"),
-    "number": (new_model(), lambda output: output.mean().item(), "float"),
+    "output": (cases.new_model(), None, r"torch.Size\(\[8, 2\]\)"),
+    "number": (cases.new_model(), lambda output: output.mean().item(), "float"),
 }
 
 
 @pytest.mark.parametrize(("model", "loss_function", "got"), rows(NO_LOSS))
 def test_a_batch_without_a_loss_is_refused(model, loss_function, got):
-    trainer = new_trainer(model=model, loss_function=loss_function)
-    before = params_of(trainer)
+    trainer = cases.new_trainer(model=model, loss_function=loss_function)
+    before = cases.params_of(trainer)
     text = f"^train_step: the loss function, or else the model, must return a loss, .* got {got}$"
     with pytest.raises(ValueError, match=text):
-        trainer.train_step(X)
+        trainer.train_step(cases.X)
     targets = "^train_step: targets must be None without a loss_function$"
     if loss_function is None:
         with pytest.raises(ValueError, match=targets):
-            trainer.train_step(X, TARGET)
-    assert_same(params_of(trainer), before)
+            trainer.train_step(cases.X, cases.TARGET)
+    cases.assert_same(cases.params_of(trainer), before)
     assert trainer.flush() is None
 
 
 # The config and the scaler.
 
 
-@pytest.mark.parametrize(("precision", "dtype"), zip(PRECISIONS, (F32, BF16, F16), strict=True))
+@pytest.mark.parametrize(
+    ("precision", "dtype"), zip(cases.PRECISIONS, (F32, BF16, F16), strict=True)
+)
 def test_a_config_has_the_dtype_of_its_precision_and_cannot_be_changed(precision, dtype):
     config = MixedPrecisionConfig(precision)
     assert config.dtype == dtype
@@ -245,30 +238,30 @@ def schedule_of_numpy(optimizer: torch.optim.Optimizer) -> SequentialLR:
 def test_a_schedule_of_numpy_is_saved_in_numbers_of_python(make, tmp_path):
     straight, again = cases.two_trainers(optimizer=make, scheduler=schedule_of_numpy)
     for trainer in (straight, straight, again):
-        trainer.train_step(X, TARGET)
+        trainer.train_step(cases.X, cases.TARGET)
     straight.save(tmp_path / "run.pt")
     again.load(tmp_path / "run.pt")
     for trainer in 4 * (straight, again):
-        trainer.train_step(X, TARGET)
+        trainer.train_step(cases.X, cases.TARGET)
     assert straight.scheduler.get_last_lr() == again.scheduler.get_last_lr()
-    assert_same(params_of(again), params_of(straight))
+    cases.assert_same(cases.params_of(again), cases.params_of(straight))
 
 
 def test_gradients_amid_an_accumulation_follow_their_names():
     def new(order):
-        model = new_model()
+        model = cases.new_model()
         named = list(model.named_parameters())[::order]
         optimizer = lambda _: amp_ext.optim.AdamW(named, lr=0.1)  # noqa: E731
-        return new_trainer(model=model, optimizer=optimizer, **TWO_STEPS)
+        return cases.new_trainer(model=model, optimizer=optimizer, **TWO_STEPS)
 
     straight, again = new(1), new(-1)
     for _ in range(3):
-        straight.train_step(X, TARGET)
+        straight.train_step(cases.X, cases.TARGET)
     again.model.load_state_dict(straight.model.state_dict())
     again.load_state_dict(copy.deepcopy(straight.state_dict()))
     for trainer in (straight, again):
-        trainer.train_step(X, TARGET)
-    assert_same(params_of(again), params_of(straight))
+        trainer.train_step(cases.X, cases.TARGET)
+    cases.assert_same(cases.params_of(again), cases.params_of(straight))
 
 
 @pytest.mark.filterwarnings("error")
@@ -279,6 +272,6 @@ def test_a_scaler_for_fp16_is_on_and_has_torchs_or_the_given_settings():
     scaler = amp_ext.training.create_fp16_grad_scaler(init_scale=8.0, **options)
     assert type(scaler) is amp_ext.GradScaler
     assert scaler.is_enabled()
-    configured = new_trainer("fp16", initial_loss_scale=8.0, **options).scaler
+    configured = cases.new_trainer("fp16", initial_loss_scale=8.0, **options).scaler
     expected = torch.amp.GradScaler("cpu", 8.0, **options).state_dict()
     assert scaler.state_dict() == configured.state_dict() == expected
