@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.edge_shapes import BF16, F16, F32, F64
-from harness.optimizer_cases import FEW_OPTIMIZERS, optimizers_named, ours
+from harness.optimizer_cases import FEW_OPTIMIZERS, optimizers_named, ours, take_step
 from harness.ranks import (
     BAD_STEP,
     STEPS,
@@ -17,7 +17,6 @@ from harness.ranks import (
     assert_same_bits,
     collectives,
     small_scaler,
-    take_step,
     whole,
 )
 from harness.reference import same_bits

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from harness.edge_shapes import BF16
 from harness.guard_rules import GuardRules, norms_of_a_run
-from harness.optimizer_cases import ours
+from harness.optimizer_cases import ours, take_step
 from harness.ranks import (
     assert_agreed,
     assert_same_bits,
     fully_sharded,
     small_scaler,
-    take_step,
     whole,
 )
 from rank_checks_dtensors import SHAPES, give_exact_grads, layouts, sharded

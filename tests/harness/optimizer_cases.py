@@ -308,6 +308,15 @@ def give_grads(*sides: Optimizer | list[Parameter]) -> None:
             param.grad = grad.to(param.dtype, copy=True)
 
 
+def take_step(optimizer: Any, scaler: Any) -> None:
+    """Takes a step, by a scaler and with its update if there is one."""
+    if scaler is None:
+        optimizer.step()
+        return
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def train(optimizers: list[Optimizer], steps: int = 1) -> None:
     """Steps the optimizers side by side, each time with the same new gradients."""
     for _ in range(steps):

@@ -187,15 +187,6 @@ def small_scaler(**options: Any) -> amp_ext.GradScaler:
     return amp_ext.GradScaler("cpu", init_scale=2.0**8, **options)
 
 
-def take_step(optimizer: Any, scaler: Any) -> None:
-    """Takes a step, by a scaler and with its update if there is one."""
-    if scaler is None:
-        optimizer.step()
-        return
-    scaler.step(optimizer)
-    scaler.update()
-
-
 Clip = Callable[[Any, Any], Tensor]
 
 

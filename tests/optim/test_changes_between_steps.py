@@ -145,9 +145,7 @@ def mesh():
 
 @pytest.mark.parametrize("shard", [distribute_module, lambda it, mesh: fully_shard(it, mesh=mesh)])
 @each_class
-def test_states_of_dtensors_that_are_converted_or_replaced_are_stepped(
-    name, options, shard, mesh
-) -> None:
+def test_states_of_dtensors_that_are_converted_or_replaced_are_stepped(name, options, shard, mesh):
     plain = torch.nn.Linear(4, 3)
     model = shard(copy.deepcopy(plain), mesh)
     optimizers = [ours(name)(one.parameters(), **options) for one in (model, plain)]

@@ -15,15 +15,6 @@ import pytest
 import torch
 from harness import optimizer_cases as cases
 from harness.edge_shapes import BF16, F16, F32, F64
-from harness.optimizer_cases import (
-    FORM_SHAPES,
-    STORED_FORMS,
-    assert_same_bits,
-    bits_of,
-    make_params,
-    ours,
-    twins,
-)
 from harness.reference import same_bits
 from harness.rows import rows
 from harness.transports import DelayedTransport
@@ -35,8 +26,8 @@ from amp_ext.optim import AdamW, NormGuard, release_gradients
 from amp_ext.optim.offload import OffloadedStates
 
 FORMS = {
-    **{name: STORED_FORMS[name] for name in ("fp32", "bf16", "fp16", "fp16-split")},
-    **{name: STORED_FORMS[name] for name in ("bf16-split8-8bit", "fp32-8bit-bf16")},
+    **{name: cases.STORED_FORMS[name] for name in ("fp32", "bf16", "fp16", "fp16-split")},
+    **{name: cases.STORED_FORMS[name] for name in ("bf16-split8-8bit", "fp32-8bit-bf16")},
     "fp64": (F64, {}),
     "bf16-alone-narrow": (BF16, {"master_weights": False, "state_dtype": BF16}),
 }
@@ -82,7 +73,7 @@ def cpu_scaler(scale: float = 1024.0, **options: Any) -> amp_ext.GradScaler:
 def released_params(
     *shapes: tuple[int, ...], scaler: Any = None
 ) -> tuple[list[nn.Parameter], AdamW, Any]:
-    params = make_params(F32, shapes=[*shapes])
+    params = cases.make_params(F32, shapes=[*shapes])
     optimizer = AdamW(params)
     release_gradients(optimizer, scaler)
     return params, optimizer, scaler
@@ -108,11 +99,7 @@ def train(
             with release.paused() if accumulates else contextlib.nullcontext():
                 give(scaler, params, grads)
         assert all((param.grad is None) == (release is not None) for param in params)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        cases.take_step(optimizer, scaler)
         optimizer.zero_grad()
 
 
@@ -124,37 +111,33 @@ def assert_trains_alike(
     steps: int,
     micro_batches: int = 1,
 ) -> None:
-    plain = ours(name)(make_params(dtype, shapes=FORM_SHAPES), **options)
-    released = ours(name)(twins(plain), **options)
+    plain = cases.ours(name)(cases.make_params(dtype, shapes=cases.FORM_SHAPES), **options)
+    released = cases.ours(name)(cases.twins(plain), **options)
     scalers = [cpu_scaler(growth_interval=7) if scaled else None for _ in range(2)]
     train(plain, scalers[0], None, micro_batches, steps)
     release = release_gradients(released, scalers[1])
     train(released, scalers[1], release, micro_batches, steps)
-    assert_same_bits(released, plain)
+    cases.assert_same_bits(released, plain)
     if scaled:
         assert scalers[1].stats() == scalers[0].stats()
     # Both go on alike without the release, also where a master has more bits than its parameter.
     release.remove()
     for optimizer, scaler in zip((plain, released), scalers, strict=True):
         train(optimizer, scaler, None, 1, 2, seed=1)
-    assert_same_bits(released, plain)
+    cases.assert_same_bits(released, plain)
 
 
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
 @pytest.mark.parametrize(("dtype", "kept"), rows(FORMS))
 @cases.few_optimizers
-def test_bits_are_those_of_training_without_release(
-    name: str, options: dict[str, Any], dtype: torch.dtype, kept: dict[str, Any], scaled: bool
-) -> None:
+def test_bits_are_those_of_training_without_release(name, options, dtype, kept, scaled):
     if options.get("amsgrad") and "8bit" in str(kept.get("state_dtype")):
         options = {key: value for key, value in options.items() if key != "amsgrad"}
     assert_trains_alike(name, options | kept, dtype, scaled, steps=20)
 
 
 @cases.each_class
-def test_bits_of_emulated_kernels_are_the_same(
-    emulated: Any, name: str, options: dict[str, Any]
-) -> None:
+def test_bits_of_emulated_kernels_are_the_same(emulated, name, options):
     with emulated.selected():
         for dtype, kept in (FORMS["fp16"], FORMS["bf16-split8-8bit"]):
             assert_trains_alike(name, options | kept, dtype, scaled=True, steps=5)
@@ -175,8 +158,8 @@ def test_options_work_as_without_release(options: dict[str, Any], micro_batches:
 
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
 def test_norms_are_those_without_release(scaled: bool) -> None:
-    params = make_params(F32, shapes=[(5, 7), (3,), (4,)])
-    optimizers = [AdamW(each, track_grad_norms=True) for each in (params, twins(params))]
+    params = cases.make_params(F32, shapes=[(5, 7), (3,), (4,)])
+    optimizers = [AdamW(each, track_grad_norms=True) for each in (params, cases.twins(params))]
     scalers = [cpu_scaler(enabled=scaled) for _ in optimizers]
     release_gradients(optimizers[1], scalers[1])
     for optimizer, scaler in zip(optimizers, scalers, strict=True):
@@ -194,8 +177,8 @@ def test_norms_are_those_without_release(scaled: bool) -> None:
 
 @pytest.mark.parametrize(("dtype", "kept"), rows(FORMS))
 def test_an_overflow_skips_its_own_parameter_only(dtype: torch.dtype, kept: dict[str, Any]) -> None:
-    optimizer = AdamW(make_params(dtype, shapes=[(4, 32), (64, 64), (3,)]), lr=0.1, **kept)
-    other = AdamW(twins(optimizer), lr=0.1, **kept)
+    optimizer = AdamW(cases.make_params(dtype, shapes=[(4, 32), (64, 64), (3,)]), lr=0.1, **kept)
+    other = AdamW(cases.twins(optimizer), lr=0.1, **kept)
     scaler, other_scaler = cpu_scaler(), cpu_scaler()
     release_gradients(optimizer, scaler)
     for step in range(4):
@@ -208,7 +191,7 @@ def test_an_overflow_skips_its_own_parameter_only(dtype: torch.dtype, kept: dict
             its_scaler.step(side)
             its_scaler.update()
             side.zero_grad()
-    assert_same_bits(optimizer, other)
+    cases.assert_same_bits(optimizer, other)
     stats = scaler.stats()
     assert (stats.skips, stats.skipped_tensors, stats.last_nonfinite) == (1, 1, "group 0, param 1")
     assert scaler.last_step_skipped(optimizer) is True
@@ -321,8 +304,8 @@ def test_backward_passes_of_all_sorts_train_alike(passes: Passes) -> None:
             passes(model, torch.randn(4, 8), release)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(bits_of(optimizer))
-    assert_same_bits(*results)
+        results.append(cases.bits_of(optimizer))
+    cases.assert_same_bits(*results)
 
 
 def test_a_conversion_that_swaps_tensors_loses_no_hook_for_long() -> None:
@@ -369,11 +352,11 @@ def test_a_weight_shared_under_reentrant_checkpoints_is_refused_by_name() -> Non
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_a_graph_of_gradients_is_refused() -> None:
     model, optimizer = released_network()
-    before = bits_of(optimizer)
+    before = cases.bits_of(optimizer)
     loss = model(torch.ones(4, 8)).square().sum()
     with pytest.raises(RuntimeError, match="released gradients can't be part of a graph"):
         loss.backward(create_graph=True)
-    assert_same_bits(optimizer, before)
+    cases.assert_same_bits(optimizer, before)
 
 
 def test_compiled_autograd_is_refused() -> None:
@@ -460,13 +443,11 @@ BETWEEN = {
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("change", rows(BETWEEN))
-def test_changes_between_iterations_count_as_without_release(
-    change: Callable[..., None], dtype: torch.dtype
-) -> None:
+def test_changes_between_iterations_count_as_without_release(change, dtype):
     sides = []
     for is_released in (False, True):
         torch.manual_seed(0)
-        params = make_params(dtype, shapes=[(300,), (8,)])
+        params = cases.make_params(dtype, shapes=[(300,), (8,)])
         optimizer = AdamW(params, lr=0.01)
         release = release_gradients(optimizer) if is_released else None
         for step in range(8):
@@ -477,8 +458,8 @@ def test_changes_between_iterations_count_as_without_release(
             give(None, params, [torch.full_like(param, 1.5 - step) for param in params])
             optimizer.step()
             optimizer.zero_grad()
-        sides.append((bits_of(optimizer), release))
-    assert_same_bits(sides[0][0], sides[1][0])
+        sides.append((cases.bits_of(optimizer), release))
+    cases.assert_same_bits(sides[0][0], sides[1][0])
 
 
 @pytest.mark.parametrize("runs_backward", [False, True])
@@ -501,8 +482,8 @@ def test_a_closure_is_called_before_the_step(runs_backward: bool) -> None:
             else:
                 loss = closure()
                 assert optimizer.step(lambda loss=loss: loss) is loss
-        results.append((bits_of(optimizer), loss.detach(), release))
-    assert_same_bits(results[0][0], results[1][0])
+        results.append((cases.bits_of(optimizer), loss.detach(), release))
+    cases.assert_same_bits(results[0][0], results[1][0])
     assert same_bits(results[0][1], results[1][1])
 
 
@@ -549,23 +530,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "words"), rows(REFUSED))
 def test_what_needs_all_gradients_is_refused(change: Callable[[Any], Any], words: str) -> None:
-    params = make_params(F32, shapes=[(3,)])
-    optimizer = AdamW(params)
+    optimizer = AdamW(cases.make_params(F32, shapes=[(3,)]))
     change(optimizer)
     words = f"gradients can't be released with {words}"
     with pytest.raises(RuntimeError, match=words):
         release_gradients(optimizer)
-    optimizer = AdamW(params)
-    release_gradients(optimizer)
+    params, optimizer, _ = released_params((3,))
     change(optimizer)  # before the first hook of an iteration writes
-    before = bits_of(optimizer)
+    before = cases.bits_of(optimizer)
     with pytest.raises(RuntimeError, match=words):
         give(None, params, [torch.ones(3)])
-    assert_same_bits(optimizer, before)
+    cases.assert_same_bits(optimizer, before)
 
 
 def test_a_wrong_option_is_named_and_a_dtype_is_taken() -> None:
-    params = make_params(BF16, shapes=[(3,)])
+    params = cases.make_params(BF16, shapes=[(3,)])
     optimizer = AdamW(params)
     release_gradients(optimizer)
     optimizer.param_groups[0]["lr"] = float("nan")
@@ -584,7 +563,7 @@ class OwnStep(AdamW):
 
 
 def test_a_step_that_reads_gradients_is_refused() -> None:
-    params = make_params(F32, shapes=[(3,)])
+    params = cases.make_params(F32, shapes=[(3,)])
     for scaler in (None, cpu_scaler()):
         with pytest.raises(RuntimeError, match=r"released with the step\(\) of a subclass"):
             release_gradients(OwnStep(params), scaler)
@@ -600,12 +579,12 @@ def test_a_step_that_reads_gradients_is_refused() -> None:
 
 
 def test_a_process_of_several_is_refused_because_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = make_params(F32, shapes=[(3,)])
+    params = cases.make_params(F32, shapes=[(3,)])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match=r"group 0, param 0 .* DistributedDataParallel would"):
         release_gradients(AdamW(params))
     release_gradients(AdamW(params), replicated=False)
-    optimizer = AdamW(make_params(F32, shapes=[(3,)]))
+    optimizer = AdamW(cases.make_params(F32, shapes=[(3,)]))
     monkeypatch.undo()
     release_gradients(optimizer)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -615,7 +594,7 @@ def test_a_process_of_several_is_refused_because_of_ddp(monkeypatch: pytest.Monk
 
 
 def test_two_optimizers_that_release_a_parameter_are_refused() -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
+    params = cases.make_params(F32, shapes=[(3,), (4,)])
     first, second = AdamW(params[:1]), AdamW(params)
     release_gradients(first)
     with pytest.raises(RuntimeError, match="param 0 can't be released: another optimizer"):
@@ -647,19 +626,16 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = 
 
 
 @pytest.mark.parametrize(("call", "error", "words"), rows(WRONG_ARGUMENTS))
-def test_wrong_arguments_are_named(
-    call: Callable[[Any], Any], error: type[Exception], words: str
-) -> None:
-    params = make_params(F32, shapes=[(3,)])
+def test_wrong_arguments_are_named(call, error, words):
+    params = cases.make_params(F32, shapes=[(3,)])
     with pytest.raises(error, match=words):
         call(params)
     assert not params[0]._post_accumulate_grad_hooks
 
 
 def test_a_scaler_that_is_disabled_counts_as_none() -> None:
-    params = make_params(F32, shapes=[(3,)])
-    optimizer, scaler = AdamW(params), amp_ext.GradScaler("cpu", enabled=False)
-    release_gradients(optimizer, scaler)
+    scaler = amp_ext.GradScaler("cpu", enabled=False)
+    params, optimizer, _ = released_params((3,), scaler=scaler)
     before = params[0].detach().clone()
     give(None, params, [torch.ones(3)])
     scaler.step(optimizer)
@@ -675,9 +651,7 @@ def scaled() -> tuple[AdamW, Any, list[Any]]:
     return optimizer, scaler, params
 
 
-def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(
-    scaled: tuple[AdamW, Any, list[Any]],
-) -> None:
+def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(scaled):
     optimizer, scaler, params = scaled
     others = torch.amp.GradScaler("cpu"), cpu_scaler()
     for other in others:
@@ -700,9 +674,7 @@ def test_calls_that_do_not_fit_are_refused_and_the_right_one_goes_on(
     give(scaler, params, [torch.ones(3), torch.ones(4)])
 
 
-def test_a_gradient_that_a_step_hook_gives_under_a_scaler_is_refused(
-    scaled: tuple[AdamW, Any, list[Any]],
-) -> None:
+def test_a_gradient_that_a_step_hook_gives_under_a_scaler_is_refused(scaled):
     optimizer, scaler, params = scaled
     handle = optimizer.register_step_pre_hook(
         lambda *_: setattr(params[1], "grad", torch.ones(4))  # after the scan of the scaler
@@ -714,18 +686,14 @@ def test_a_gradient_that_a_step_hook_gives_under_a_scaler_is_refused(
 
 def test_without_a_scaler_the_step_of_any_scaler_is_refused() -> None:
     for scaler in (torch.amp.GradScaler("cpu"), cpu_scaler()):
-        params = make_params(F32, shapes=[(3,)])
-        optimizer = AdamW(params)
-        release_gradients(optimizer)
+        params, optimizer, _ = released_params((3,))
         give(scaler, params, [torch.ones(3)])
         with pytest.raises(RuntimeError, match="released with another scaler, or without one"):
             scaler.step(optimizer)
 
 
 def test_a_loss_that_no_scaler_has_scaled_is_refused() -> None:
-    params = make_params(F32, shapes=[(3,)])
-    optimizer = AdamW(params)
-    release_gradients(optimizer, cpu_scaler())
+    params, _optimizer, _ = released_params((3,), scaler=cpu_scaler())
     with pytest.raises(RuntimeError, match="the gradients are not scaled"):
         give(None, params, [torch.ones(3)])
 
@@ -738,11 +706,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", rows(CHANGES))
-def test_an_option_that_changes_within_an_iteration_counts_from_the_next_gradient_on(
-    change: Callable[[dict[str, Any]], Any],
-) -> None:
-    params = make_params(F32, shapes=[(3,), (4,)])
-    optimizer, others = AdamW(params, lr=torch.tensor(0.1)), twins(params)
+def test_an_option_that_changes_within_an_iteration_counts_from_the_next_gradient_on(change):
+    params = cases.make_params(F32, shapes=[(3,), (4,)])
+    optimizer, others = AdamW(params, lr=torch.tensor(0.1)), cases.twins(params)
     before, after = (AdamW([other], lr=torch.tensor(0.1)) for other in others)
     release_gradients(optimizer)
     for _ in range(2):
@@ -756,7 +722,7 @@ def test_an_option_that_changes_within_an_iteration_counts_from_the_next_gradien
         others[1].grad = torch.ones(4)
         after.step()
         change(before.param_groups[0])
-    assert_same_bits(optimizer, [*bits_of(before), *bits_of(after)])
+    cases.assert_same_bits(optimizer, [*cases.bits_of(before), *cases.bits_of(after)])
 
 
 # Iterations that end in another way.
@@ -764,10 +730,8 @@ def test_an_option_that_changes_within_an_iteration_counts_from_the_next_gradien
 
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
 def test_a_step_without_any_gradient_does_nothing(scaled: bool) -> None:
-    params = make_params(F32, shapes=[(3,)])
-    optimizer, scaler = AdamW(params), cpu_scaler() if scaled else None
-    release_gradients(optimizer, scaler)
-    for side in (optimizer, AdamW(twins(optimizer))):
+    params, optimizer, scaler = released_params((3,), scaler=cpu_scaler() if scaled else None)
+    for side in (optimizer, AdamW(cases.twins(optimizer))):
         if scaler is None:
             side.step()
         else:
@@ -804,10 +768,10 @@ def test_a_hook_that_raises_leaves_the_rest_unstepped() -> None:
     model[0].weight.register_post_accumulate_grad_hook(hook)
     optimizer = AdamW(model.parameters(), lr=0.1)
     release_gradients(optimizer)
-    before = bits_of(optimizer)[0]
+    before = cases.bits_of(optimizer)[0]
     with pytest.raises(ZeroDivisionError):
         one_pass(model, torch.ones(4, 8), None)
-    assert same_bits(bits_of(optimizer)[0]["param"], before["param"])
+    assert same_bits(cases.bits_of(optimizer)[0]["param"], before["param"])
     fails[0] = False
     with pytest.warns(UserWarning, match="of 4 parameters had been stepped"):
         optimizer.zero_grad()
@@ -819,11 +783,11 @@ def test_an_error_in_our_hook_leaves_its_parameter_and_the_step_can_go_on() -> N
     params, optimizer, _ = released_params((3,), (4,), (5,))
     optimizer.init_state()
     optimizer.state[params[1]]["exp_avg"] = torch.ones(7)
-    before = bits_of(optimizer)
+    before = cases.bits_of(optimizer)
     give(None, params[:1], [torch.ones(3)])
     with pytest.raises(RuntimeError, match="exp_avg of group 0, param 1"):
         backward_and_settle(optimizer, params[1:2], [torch.ones(4)])
-    assert_same_bits(bits_of(optimizer)[1:], before[1:])
+    cases.assert_same_bits(cases.bits_of(optimizer)[1:], before[1:])
     with pytest.warns(UserWarning, match=r"[12] of 3 parameters"):
         optimizer.zero_grad()
     optimizer.state[params[1]]["exp_avg"] = torch.zeros(4)
@@ -839,7 +803,7 @@ def test_threads_that_run_backward_passes_take_turns() -> None:
     results = []
     for is_parallel in (False, True):
         torch.manual_seed(0)
-        params = make_params(F32, shapes=[(16,)] * 60)
+        params = cases.make_params(F32, shapes=[(16,)] * 60)
         optimizer, scaler = AdamW(params, lr=0.1), cpu_scaler()
         release_gradients(optimizer, scaler)
         for _ in range(10):
@@ -856,5 +820,5 @@ def test_threads_that_run_backward_passes_take_turns() -> None:
                 thread.join()
             scaler.step(optimizer)
             scaler.update()
-        results.append(bits_of(optimizer))
-    assert_same_bits(*results)
+        results.append(cases.bits_of(optimizer))
+    cases.assert_same_bits(*results)

@@ -21,6 +21,7 @@ import amp_ext
 import amp_ext.memory
 from amp_ext import ops
 from amp_ext.optim import AdamW, Muon
+from amp_ext.params import params_of
 
 SHAPES = [(1, 8), (2, 3), (16, 16), (33, 7), (64, 384)]
 SHAPES += [shape[::-1] for shape in SHAPES if shape[0] != shape[1]]
@@ -58,20 +59,17 @@ def give_grads(params: list[Parameter], step: int, **options: Any) -> None:
         param.grad = noise(tuple(param.shape), 100 * step + i, **options).to(param.dtype)
 
 
-def train(optimizers: list[Any], steps: int, first: int = 0, scale: float = 1.0) -> None:
+def train(optimizers: list[Any], steps: int, first: int = 0, rank: int = 0) -> None:
     """Steps optimizers of equal parameters with equal gradients, which differ at each step."""
     for step in range(first, first + steps):
         for optimizer in optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            give_grads(params, step)
-            for param in params:
-                param.grad.mul_(scale)
+            give_grads(params_of(optimizer), step, rank=rank)
             optimizer.step()
 
 
 def all_bits(optimizer: Muon) -> list[Tensor]:
     """Returns copies of all parameters and states."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     states = [tensor for param in params for tensor in optimizer.state[param].values()]
     return [tensor.detach().clone() for tensor in (*params, *states)]
 
@@ -95,11 +93,7 @@ def assert_steps_are_those_of_torch(
     mine, theirs = (matrices(shape, count) for _ in range(2))
     start = copy.deepcopy(mine)
     optimizer, other = Muon(mine, lr=LR, **options), torch.optim.Muon(theirs, lr=LR, **options)
-    for step in range(steps):
-        for params in (mine, theirs):
-            give_grads(params, step, rank=rank)
-        optimizer.step()
-        other.step()
+    train([optimizer, other], steps, rank=rank)
     for param, twin, before in zip(mine, theirs, start, strict=True):
         assert rms(param - twin) <= 0.005 * rms(twin - before)
         buffers = (optimizer.state[param], other.state[twin])
@@ -311,11 +305,7 @@ def test_other_layouts_give_the_same_step(transposes):
         plain, other, padded = (
             [Parameter(params[0].detach().T)] for params in (plain, other, padded)
         )
-    for params in (plain, other, padded):
-        optimizer = Muon(params, lr=LR)
-        for step in range(3):
-            give_grads(params, step)
-            optimizer.step()
+    train([Muon(params, lr=LR) for params in (plain, other, padded)], 3)
     for params in (other, padded):
         assert rms(params[0] - plain[0]) < 1e-3 * LR
 
@@ -423,9 +413,8 @@ def test_scaled_steps_have_the_bits_of_plain_steps():
         optimizer, *_ = two_algorithms(max_grad_norm=3.0)
         scaler = new_scaler(init_scale=scale, enabled=scale != 1.0)
         for step in range(5):
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            give_grads(params, step)
-            for param in params:
+            give_grads(params_of(optimizer), step)
+            for param in params_of(optimizer):
                 param.grad.mul_(scale)
             scaler.scale(torch.ones(()))
             scaler.step(optimizer)
@@ -481,7 +470,7 @@ class Calls(TorchDispatchMode):
 def test_a_step_reads_no_number_on_the_host_and_copies_to_no_other_device():
     optimizer, *_ = two_algorithms(max_grad_norm=1.0, rounding="dither", state_dtype=BF16)
     train([optimizer], 1)
-    give_grads([param for group in optimizer.param_groups for param in group["params"]], 2)
+    give_grads(params_of(optimizer), 2)
     with Calls() as calls:
         optimizer.step()
     assert "baddbmm.out" in calls.names
@@ -593,10 +582,7 @@ def test_a_file_of_both_algorithms_resumes_with_the_same_bits():
         train([optimizer], 3)
         file = through_a_file(optimizer.state_dict(), weights_only=True)
         resumed, *_ = two_algorithms(**options)
-        for param, twin in zip(
-            *([p for g in o.param_groups for p in g["params"]] for o in (resumed, optimizer)),
-            strict=True,
-        ):
+        for param, twin in zip(params_of(resumed), params_of(optimizer), strict=True):
             param.data.copy_(twin.data)
         resumed.load_state_dict(file)
         train([optimizer, resumed], 3, first=3)
@@ -743,7 +729,6 @@ def test_the_states_take_the_memory_that_was_calculated(dtype, form, state_dtype
 @pytest.mark.usefixtures("place")
 def test_the_operator_over_lists_is_the_step_of_the_optimizer():
     params, twins = matrices((16, 24), 3), matrices((16, 24), 3)
-    optimizer = Muon(params, lr=LR, ns_coefficients="polar_express", max_grad_norm=1.0)
     optimizer = Muon(params, lr=LR, max_grad_norm=1.0)
     buffers = [torch.zeros(16, 24) for _ in twins]
     skipped = torch.zeros((), dtype=torch.int64)

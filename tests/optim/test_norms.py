@@ -110,9 +110,7 @@ VALUES = (math.inf, -math.inf, math.nan)
 
 @pytest.mark.parametrize("limit", [0.0, 1.0, 1e6, math.inf])
 @pytest.mark.parametrize("value", VALUES)
-def test_without_a_scaler_a_norm_that_is_not_finite_acts_as_in_torch(
-    value: float, limit: float, device
-):
+def test_without_a_scaler_a_norm_that_is_not_finite_acts_as_in_torch(value, limit, device):
     for name, options in (row.values for row in EACH_CLASS):
         mine, _ = pair(name, options, device=device, max_grad_norm=limit)
         other = cases.theirs(name)(cases.twins(mine), foreach=False, **options)

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,18 +64,10 @@ def scalers_of(kind: Any, scaled: bool = True) -> list[Any]:
     return [kind("cpu", init_scale=1024.0, growth_interval=5) if scaled else None for _ in range(2)]
 
 
-def scaled_up(optimizer: Any, scaler: Any, factor: float = 1.0) -> None:
+def scaled_up(optimizer: Any, scaler: Any) -> None:
     scaler.scale(torch.zeros(()))
     for grad in grads_of(optimizer):
-        grad.mul_(scaler.get_scale() * factor)
-
-
-def step_with(optimizer: Any, scaler: Any) -> None:
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+        grad.mul_(scaler.get_scale())
 
 
 def assert_trains_alike(
@@ -98,7 +90,7 @@ def assert_trains_alike(
                 if step % 4 > 1 and all(grad.dtype != F16 for grad in grads_of(optimizer)):
                     scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(params_of(optimizer), 5.0)
-            step_with(optimizer, scaler)
+            cases.take_step(optimizer, scaler)
     assert_same_bits(*optimizers)
     if scalers[0] is not None:
         assert scalers[0].get_scale() == scalers[1].get_scale()
@@ -111,14 +103,7 @@ def assert_trains_alike(
 @pytest.mark.parametrize("scaled", rows({"alone": False, "scaler": True}))
 @each_form
 @cases.few_optimizers
-def test_bits_are_those_of_training_without_offload(
-    name: str,
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    kept: dict[str, Any],
-    scaled: bool,
-    clip: dict[str, Any],
-) -> None:
+def test_bits_are_those_of_training_without_offload(name, options, dtype, kept, scaled, clip):
     optimizers = beside_offloaded(name, dtype, **without_amsgrad(options, kept) | clip)
     scalers = scalers_of(amp_ext.GradScaler, scaled)
     for again in (False, True):
@@ -168,16 +153,14 @@ def test_steps_that_are_taken_move_gradients_down_and_parameters_up() -> None:
         scaled_up(optimizer, scaler)
         before = bits_of(params_of(optimizer))
         calls.clear()
-        step_with(optimizer, scaler)
+        cases.take_step(optimizer, scaler)
         assert sorted(calls) == expected
     assert_same_bits(params_of(optimizer), before)
     assert scaler.get_scale() == 512.0
 
 
 @each_form
-def test_memory_of_the_host_is_counted_exactly(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kept: dict[str, Any]
-) -> None:
+def test_memory_of_the_host_is_counted_exactly(monkeypatch, dtype, kept):
     optimizer = AdamW(cases.make_params(dtype, shapes=[(256, 64), (64, 33)]), **kept)
     offloaded(optimizer, 1000)
     cases.trained(optimizer, 1)
@@ -364,9 +347,7 @@ CHANGES: dict[str, Callable[[Any, int], Any]] = {
 @pytest.mark.parametrize("is_released", rows({"scaled": False, "released": True}))
 @each_form
 @pytest.mark.parametrize("prepare", rows(CHANGES))
-def test_changes_count_as_without_offload(
-    dtype: torch.dtype, kept: dict[str, Any], prepare: Callable[[Any, int], Any], is_released: bool
-) -> None:
+def test_changes_count_as_without_offload(dtype, kept, prepare, is_released):
     options = kept if is_released else {**kept, "max_grad_norm": 1.0}
     optimizers, seen = beside_offloaded(dtype=dtype, **options), []
     averages = [WeightAverage(optimizer, decay=0.5) for optimizer in optimizers]
@@ -429,9 +410,7 @@ def test_parameters_moved_to_another_device_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("action", "max_grad_norm"), [("skip", 1.0), ("clip", None)])
-def test_norms_guard_and_reports_are_those_without_offload(
-    action: Literal["skip", "clip"], max_grad_norm: float | None
-) -> None:
+def test_norms_guard_and_reports_are_those_without_offload(action, max_grad_norm):
     optimizers = mine, plain = beside_offloaded(max_grad_norm=max_grad_norm)
     scalers = scalers_of(amp_ext.GradScaler)
     for optimizer in optimizers:
@@ -491,9 +470,7 @@ def test_step_bumps_the_versions_of_parameters() -> None:
 
 @each_form
 @pytest.mark.parametrize("first", ["average", "offload"])
-def test_averages_begin_and_end_with_the_offload_and_are_swapped(
-    dtype: torch.dtype, kept: dict[str, Any], first: str
-) -> None:
+def test_averages_begin_and_end_with_the_offload_and_are_swapped(dtype, kept, first):
     optimizers = cases.pair("AdamW", {"lr": 0.05} | kept, dtype, shapes=cases.FORM_SHAPES)
     if first == "offload":
         offloaded(optimizers[0])
@@ -518,7 +495,7 @@ def test_averages_begin_and_end_with_the_offload_and_are_swapped(
 def step_scaled(optimizer: Any) -> None:
     scaler, _ = scalers_of(amp_ext.GradScaler)
     scaled_up(optimizer, scaler)
-    step_with(optimizer, scaler)
+    cases.take_step(optimizer, scaler)
 
 
 @pytest.mark.parametrize(("change", "words"), rows({
@@ -619,9 +596,7 @@ def iterate(*optimizers: Any) -> None:
 
 @pytest.mark.parametrize("first_offloads", [True, False])
 @pytest.mark.parametrize("first_removed", ["offload", "gradient_release"])
-def test_offload_and_release_begin_and_end_in_any_order(
-    first_offloads: bool, first_removed: str
-) -> None:
+def test_offload_and_release_begin_and_end_in_any_order(first_offloads, first_removed):
     optimizers = released(first_offloads)
     iterate(*optimizers)
     getattr(optimizers[0], first_removed).remove()
@@ -655,7 +630,7 @@ def test_calls_between_backward_and_step_see_what_was_stepped() -> None:
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             optimizer.state_dict()  # waits for the thread
             assert len(optimizer.state) == 6
-            step_with(optimizer, scaler)
+            cases.take_step(optimizer, scaler)
     assert_same_bits(*optimizers)
 
 

@@ -123,9 +123,7 @@ def key_in_archives(key: str) -> str:
 
 @pytest.mark.parametrize("scale", rows({"scaled": (1024.0,), "unscaled": (1.0,)}))
 @pytest.mark.parametrize("name", CASES)
-def test_each_step_has_the_bits_of_python(
-    run: Run, name: str, scale: float, tmp_path: Path
-) -> None:
+def test_each_step_has_the_bits_of_python(run, name, scale, tmp_path):
     kind, dtype, options = CASES[name]
     overflows = scale != 1.0 or options.get("skip_nonfinite", False)
     data = data_of(getattr(torch, dtype), scale, overflows)
