@@ -384,7 +384,10 @@ def _loaded_parts(placed: PlacedParam, saved: Mapping[str, Any]) -> Tensors:
 
 def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns this rank's shards of a DTensor's state, even if the file shards it differently."""
-    spec, param, local = placed.spec, placed.param, placed.local
+    from torch.distributed.tensor import Replicate
+
+    spec, local = placed.spec, placed.local
+    param: Any = placed.param
     parts = dict(saved)
     if not is_over_rows(param):  # dequantize, because a block of 32 elements may span ranks
         for name in spec.all_names:
@@ -393,7 +396,10 @@ def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
                     codes, exponents = (_unsharded(parts.pop(key)) for key in form.keys)
                     pair = codes.to(local.device), exponents.to(local.device)
                     whole = ops.dequantize_blockwise(*pair, form.code)
-                    parts[name] = _over_all_ranks(param, whole)
+                    mesh, everywhere = param.device_mesh, [Replicate()] * len(param.placements)
+                    parts[name] = type(param.data).from_local(
+                        whole, mesh, everywhere, run_check=False
+                    )
     for key, value in parts.items():
         unsharded_sizes, _ = spec.layout_under(key, param)
         if key != "step" and isinstance(value, Tensor) and list(value.shape) == unsharded_sizes:
@@ -406,16 +412,6 @@ def _parts_for(placed: PlacedParam, saved: Mapping[str, Any]) -> dict[str, Any]:
 def _unsharded(tensor: Any) -> Tensor:
     unsharded: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return unsharded.contiguous()
-
-
-def _over_all_ranks(param: Any, unsharded: Tensor) -> Tensor:
-    """Turns a tensor that every rank holds into a replicated DTensor on a parameter's mesh."""
-    from torch.distributed.tensor import Replicate
-
-    everywhere = [Replicate()] * len(param.placements)
-    kind: Any = type(param.data)
-    laid_out: Tensor = kind.from_local(unsharded, param.device_mesh, everywhere, run_check=False)
-    return laid_out
 
 
 def float32_state(placed: PlacedParam, state: Mapping[str, Any]) -> dict[str, Any]:
