@@ -128,7 +128,7 @@ def find_cuda_home(needed: str) -> str:
             return folder
     others = "".join(f", only {folder} of {a}.{b}" for folder, (a, b) in found.items())
     # The packages of CUDA 12 lie in several folders, where nvcc does not find its parts.
-    cure = f"To install it: pip install 'cuda-toolkit[nvcc,nvvm,cccl]=={needed}.*'"
+    cure = f"To install nvcc: pip install 'cuda-toolkit[nvcc,nvvm,cccl]=={needed}.*'"
     if major < 13:
         cure = f"Install the toolkit of CUDA {needed}, and set CUDA_HOME to its folder."
     fail(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-_REBUILD = (
+REBUILD = (
     "pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir <amp_ext's folder>"
 )
 
@@ -67,12 +67,12 @@ def load_binary() -> Any:
     if inside and folder == package:
         return _BrokenBinary(
             f"this amp_ext was built for torch {', '.join(inside)}; you run torch "
-            f"{torch.__version__}. Install one of these, or build amp_ext for yours: {_REBUILD}"
+            f"{torch.__version__}. Install one of these, or build amp_ext for yours: {REBUILD}"
         )
     built = {"torch": torch.__version__, "cuda": None, "python": "unknown", **build_info()}
     builds = (
         f"amp_ext was built for torch {built['torch']} and Python {built['python']}; you run "
-        f"torch {torch.__version__} and Python {platform.python_version()}. Rebuild: {_REBUILD}"
+        f"torch {torch.__version__} and Python {platform.python_version()}. Rebuild: {REBUILD}"
     )
     cuda = torch.version.cuda if built["cuda"] else None  # a build without CUDA fits any
     if _interface(built["torch"], built["cuda"]) != _interface(torch.__version__, cuda):

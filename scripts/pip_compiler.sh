@@ -39,7 +39,7 @@ if without_toolkit "${install[@]}" > "$folder/stopped.log" 2>&1; then
   exit 1
 fi
 grep -A 2 'amp_ext: PyTorch' "$folder/stopped.log"
-compiler=$(sed -n "s/^.*To install it: pip install '\(.*\)'$/\1/p" "$folder/stopped.log" | head -1)
+compiler=$(sed -n "s/^.*To install nvcc: pip install '\(.*\)'$/\1/p" "$folder/stopped.log" | head -1)
 
 "$python" -m pip install -qq --no-cache-dir "$compiler"
 SECONDS=0

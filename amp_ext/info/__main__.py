@@ -18,7 +18,7 @@ import torch
 
 import amp_ext
 from amp_ext import ops
-from amp_ext.binary import build_folder, build_info
+from amp_ext.binary import REBUILD, build_folder, build_info
 from amp_ext.info.check import DTYPES, check, check_division
 
 PACKAGE = Path(amp_ext.__file__).parent
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, text in _facts(build, instructions, capabilities):
         print(f"{label:<18}{text}")
     if capabilities and build and "cuda" not in build["backends"]:
-        problems.append("amp_ext was built without CUDA. Rebuild it with AMP_EXT_CUDA=1.")
+        problems += ["this amp_ext was built without CUDA.", *_how_to_build_cuda()]
     if options.check and not problems:
         for device in ("cpu", *(f"cuda:{index}" for index in gpus)):
             problems += _check_device(torch.device(device))
@@ -87,6 +87,15 @@ def _facts(
 
 def _with_cuda(version: str | None) -> str:
     return f"CUDA {version}" if version else "without CUDA"
+
+
+def _how_to_build_cuda() -> list[str]:
+    """Returns the lines that setup.py and ``csrc/devices/dispatch.cpp`` print, too."""
+    version = torch.version.cuda or ""
+    install = f"To install nvcc: pip install 'cuda-toolkit[nvcc,nvvm,cccl]=={version}.*'"
+    if version.startswith("12."):
+        install = f"Install the toolkit of CUDA {version}, and set CUDA_HOME to its folder."
+    return [install, f"To rebuild amp_ext: AMP_EXT_CUDA=1 {REBUILD}"]
 
 
 def _check_device(device: torch.device) -> list[str]:

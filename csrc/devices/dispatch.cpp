@@ -2,6 +2,7 @@
 // per thread of torch, and combines the results.
 #include "devices/dispatch.h"
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -36,6 +37,21 @@ bool asks_ahead() {
               std::getenv("AMP_EXT_CPU_PREFETCH"));
   return *asks;
 }
+
+#if !defined(AMP_EXT_WITH_CUDA)
+// Returns the lines that setup.py and amp_ext.info print, too.
+std::string how_to_build_cuda() {
+  const auto version = at::globalContext().hasCUDART() ? at::globalContext().versionCUDART() : 0;
+  const std::string release = c10::str(version / 1000, ".", version % 1000 / 10);  // of 13020: 13.2
+  const std::string install =
+      version < 13000
+          ? "Install the toolkit of CUDA " + release + ", and set CUDA_HOME to its folder."
+          : "To install nvcc: pip install 'cuda-toolkit[nvcc,nvvm,cccl]==" + release + ".*'";
+  return install +
+         "\nTo rebuild amp_ext: AMP_EXT_CUDA=1 pip install --no-build-isolation --force-reinstall "
+         "--no-deps --no-cache-dir <amp_ext's folder>";
+}
+#endif
 
 // Cost (see cpu::TileMap) below which work stays in the calling thread: about 0.1 ms. Waking
 // threads may take milliseconds.
@@ -181,9 +197,7 @@ void check_device(const std::string& operation, const std::string& name, const a
   if (device.is_cpu()) return;
 #if !defined(AMP_EXT_WITH_CUDA)
   TORCH_CHECK(!device.is_cuda(), operation, ": ", name, " must be on cpu, got ", device,
-              ": this amp_ext was built without CUDA. Install a CUDA toolkit of torch's version, "
-              "set CUDA_HOME, and rebuild: AMP_EXT_CUDA=1 pip install --no-build-isolation "
-              "--force-reinstall --no-deps --no-cache-dir <amp_ext's folder>");
+              ": this amp_ext was built without CUDA.\n", how_to_build_cuda());
 #endif
   TORCH_CHECK(false, operation, ": ", name, " must be on cpu or cuda, got ", device);
 }

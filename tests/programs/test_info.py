@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from harness.rows import rows
 
 import amp_ext
 from amp_ext import binary, ops
@@ -123,11 +124,37 @@ def test_the_facts_of_a_machine_with_gpus_are_printed(pretend, info, monkeypatch
     assert lines[-1] == "It loads; --check takes real steps on each device."
 
 
-def test_a_gpu_that_cannot_be_used_is_a_problem(pretend, info):
+# The CUDA of PyTorch, and the line that brings its compiler.
+COMPILERS = {
+    "pip": ("13.2", "To install nvcc: pip install 'cuda-toolkit[nvcc,nvvm,cccl]==13.2.*'"),
+    "toolkit": ("12.8", "Install the toolkit of CUDA 12.8, and set CUDA_HOME to its folder."),
+}
+REBUILD = (
+    "To rebuild amp_ext: AMP_EXT_CUDA=1 pip install --no-build-isolation --force-reinstall "
+    "--no-deps --no-cache-dir <amp_ext's folder>"
+)
+
+
+@pytest.mark.parametrize(("cuda", "compiler"), rows(COMPILERS))
+def test_a_gpu_that_cannot_be_used_is_a_problem(pretend, info, monkeypatch, cuda, compiler):
     pretend((9, 0), backends=["cpu"], architectures=[])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     code, out = info("--check")
     assert (code, "steps on" in out) == (1, False)
-    assert told(out) == ["amp_ext was built without CUDA. Rebuild it with AMP_EXT_CUDA=1."]
+    assert told(out) == ["this amp_ext was built without CUDA.", compiler, REBUILD]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a PyTorch with CUDA")
+def test_a_call_on_a_gpu_that_cannot_be_used_prints_the_same_lines(pretend, info):
+    if "cuda" in binary.build_info()["backends"]:
+        pytest.skip("needs a build without CUDA")
+    with pytest.raises(RuntimeError, match=r"must be on cpu, got cuda") as error:
+        ops.count_division_errors(torch.device("cuda"), 1)
+    pretend((9, 0), backends=["cpu"], architectures=[])
+    first, *lines = str(error.value).splitlines()
+    problem, *printed = told(info()[1])
+    assert first.endswith(f": {problem}")
+    assert lines == printed
 
 
 def test_a_gpu_without_code_is_told_what_to_build_for(pretend, info, monkeypatch):

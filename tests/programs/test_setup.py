@@ -156,7 +156,7 @@ def test_a_compiler_of_the_major_version_is_taken(setup, compilers, tmp_path, pa
     assert os.environ["CUDA_HOME"] == str(tmp_path / taken)
 
 
-WITH_PIP = "To install it: pip install 'cuda-toolkit[nvcc,nvvm,cccl]==13.2.*'"
+WITH_PIP = "To install nvcc: pip install 'cuda-toolkit[nvcc,nvvm,cccl]==13.2.*'"
 WITH_TOOLKIT = "Install the toolkit of CUDA 12.8, and set CUDA_HOME to its folder."
 # CUDA of PyTorch, CUDA of the nvcc on the PATH, and two of the three lines.
 NO_COMPILER = {
