@@ -209,8 +209,8 @@ def test_tensor_hyperparameters_are_their_values_and_the_rate_is_read_at_each_st
 @cases.each_class
 def test_the_docstring_of_a_class_says_what_each_argument_does(name, options):
     kind = cases.ours(name)
-    arguments = kind.__doc__.partition("Args:\n")[2].partition("\n\n")[0]
-    documented = re.findall(r"^        (\w+): \S", arguments, re.MULTILINE)
+    arguments = inspect.getdoc(kind).partition("Args:\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^    (\w+): \S", arguments, re.MULTILINE)
     assert sorted(documented) == sorted(inspect.signature(kind).parameters)
 
 
