@@ -7,7 +7,7 @@ import re
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from amp_ext.optim.options import CONFIGURED_OPTIONS
+from amp_ext.optim.options import OPTIONAL
 
 _OPTION = re.compile(r"((?:.*\.)?param_groups\..+\.)(\w+)")
 
@@ -45,4 +45,4 @@ class LoadPlanner(DefaultLoadPlanner):
         group, option = match.groups()
         if option == "decoupled_weight_decay":  # torch's SGD lacks it
             return group + "dampening" in self.state_dict
-        return option in CONFIGURED_OPTIONS
+        return option in OPTIONAL

@@ -26,6 +26,8 @@ Options that :func:`adam_`, :func:`sgd_` and the other steps have in common:
 * ``weight_decay``: Weight decay coefficient, before multiplication by the learning rate.
 * ``maximize``: Maximizes the objective instead of minimizing it.
 * ``decoupled_weight_decay``: Shrinks parameters (as AdamW) instead of adding to gradients.
+* ``cautious_weight_decay``: Shrinks only elements that the update does not move away from 0 (Chen
+  et al., "Cautious Weight Decay", arXiv 2510.12402). Needs ``decoupled_weight_decay``.
 * ``grad_scale``: One number, the loss scale that the gradients carry, or None.
 * ``found_inf``: One number, or None. If it is not 0, nothing at all is written.
 * ``clip_value``: Largest magnitude of an unscaled gradient element, applied after
@@ -340,6 +342,7 @@ def adam_(
     timestep: int | None = None,
     global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
+    cautious_weight_decay: bool = False,
 ) -> None:
     """Takes one step of Adam, AdamW or AMSGrad for all parameters.
 
@@ -391,6 +394,7 @@ def lion_(
     timestep: int | None = None,
     global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
+    cautious_weight_decay: bool = False,
 ) -> None:
     """Takes one step of Lion for all parameters.
 
@@ -436,6 +440,7 @@ def sgd_(
     timestep: int | None = None,
     global_offsets: Sequence[int] | None = None,
     exponents: Sequence[Tensor] | None = None,
+    cautious_weight_decay: bool = False,
 ) -> None:
     """Takes one step of stochastic gradient descent for all parameters.
 
@@ -502,6 +507,7 @@ def muon_(
     dither: bool = False,
     skipped_matrices: Tensor | None = None,
     exponents: Sequence[Tensor] | None = None,
+    cautious_weight_decay: bool = False,
 ) -> None:
     """Takes one step of Muon for all parameters, which are matrices.
 

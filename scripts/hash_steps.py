@@ -51,9 +51,12 @@ SHAPES = ((1,), (37,), (1025,), (0,), (8, 6), (131, 32))
 SCALE, LR, INF, NAN = 2.0**10, 2.0**-6, float("inf"), float("nan")
 
 BETAS = {"betas": (0.8, 0.95)}
+DECAY = {"weight_decay": 2.0**-4}
+CAUTIOUS = DECAY | {"decoupled_weight_decay": True, "cautious_weight_decay": True}
 # The kernels of csrc/kernels.h by optimizer and options. AdamW has those of Adam.
 KERNELS = {name.lower(): (name, dict[str, Any]()) for name in CLASSES if name != "AdamW"} | {
     "adam": ("Adam", BETAS | {"eps": 1e-6}),
+    "adam cautious": ("Adam", BETAS | CAUTIOUS | {"eps": 1e-6}),
     "adam amsgrad": ("Adam", BETAS | {"eps": 1e-6, "amsgrad": True}),
     "lion": ("Lion", BETAS),
     "sgd momentum": ("SGD", {"momentum": 0.9}),
@@ -70,7 +73,6 @@ ABSENT = {
 }
 
 # Each step has the next of these options. An optimizer leaves out the options that it lacks.
-DECAY = {"weight_decay": 2.0**-4}
 STEPS: list[dict[str, Any]] = [
     {},
     DECAY,

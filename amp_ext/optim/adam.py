@@ -24,6 +24,8 @@ class Adam(FusedOptimizer):
         amsgrad: Divides by the largest second moment so far (AMSGrad).
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0.
+            Needs ``decoupled_weight_decay``.
         master_weights: Keeps a float32 master of every 16-bit parameter; "split" and "split8" store
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
@@ -50,7 +52,8 @@ class Adam(FusedOptimizer):
         RuntimeError: If ``differentiable`` is true.
 
     Reference:
-        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Chen et al., "Cautious
+        Weight Decay", arXiv 2510.12402.
     """
 
     _hyperparameters_class = "AdamHyperparameters"
@@ -67,6 +70,7 @@ class Adam(FusedOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
+        cautious_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
@@ -97,6 +101,7 @@ class AdamW(Adam):
         weight_decay: Weight decay coefficient, before multiplication by the learning rate.
         amsgrad: Divides by the largest second moment so far (AMSGrad).
         maximize: Maximizes the objective instead of minimizing it.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0.
         master_weights: Keeps a float32 master of every 16-bit parameter; "split" and "split8" store
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
@@ -123,10 +128,12 @@ class AdamW(Adam):
         RuntimeError: If ``differentiable`` is true.
 
     Reference:
-        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. Chen et al., "Cautious
+        Weight Decay", arXiv 2510.12402.
     """
 
     _state_formats: ClassVar = {"adamw": ("q8h", "q8s")}
+    _fixed_options: ClassVar = {"decoupled_weight_decay": True}
 
     def __init__(
         self,
@@ -138,6 +145,7 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        cautious_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
@@ -154,7 +162,7 @@ class AdamW(Adam):
         norm_guard: NormGuard | None = None,
     ) -> None:
         """Checks the options, which the docstring of the class describes."""
-        options = options_of(locals()) | {"decoupled_weight_decay": True}
+        options = options_of(locals()) | self._fixed_options
         super().__init__(
             params, **options, track_grad_norms=track_grad_norms, norm_guard=norm_guard
         )
@@ -162,5 +170,5 @@ class AdamW(Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores an optimizer; adds ``decoupled_weight_decay``, which files of old torch lack."""
         for group in state["param_groups"]:
-            group["decoupled_weight_decay"] = True
+            group.update(self._fixed_options)
         super().__setstate__(state)

@@ -432,7 +432,7 @@ def _loaded_groups(optimizer: FusedOptimizer, saved_groups: Sequence[Options]) -
             }
             | saved
             | {name: group[name] for name in CONFIGURED_OPTIONS if name in group}
-            | {"params": None}
+            | {**optimizer._fixed_options, "params": None}
             for group, saved in pairs
         ]
     )

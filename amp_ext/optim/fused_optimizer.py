@@ -27,8 +27,8 @@ from amp_ext.optim.formats import StateSpec
 from amp_ext.optim.grad_norms import norms_of_grads
 from amp_ext.optim.norm_guard import NormGuard
 from amp_ext.optim.options import (
-    CONFIGURED_OPTIONS,
     DESCRIPTIONS,
+    OPTIONAL,
     OptimizerDescription,
     check_defaults,
     check_group,
@@ -78,6 +78,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         weight_decay: Weight decay coefficient, before multiplication by the learning rate.
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0: with
+            ``u`` as what the step subtracts from the parameter ``x`` (the master, if there is one),
+            elements with ``u * x >= 0``. Needs ``decoupled_weight_decay``.
         master_weights: Keeps a float32 master of every float16 and bfloat16 parameter. "split"
             stores only the 16 bits that the parameter lacks: both together are the exact master
             (for float16 parameters below 2^-16, within 2^-40), even after other code writes the
@@ -125,6 +128,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _hyperparameters_class: ClassVar[str]
     # Maps the names that amp_ext.memory has for the optimizer to the 8-bit formats of its states.
     _state_formats: ClassVar[dict[str, tuple[str, ...]]]
+    # Options that the class sets in every group, whatever a file says.
+    _fixed_options: ClassVar[dict[str, Any]] = {}
 
     _step_supports_amp_scaling = True
     _has_warned_of_hooks = False
@@ -810,7 +815,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Restores an optimizer from a pickle, a copy or a checkpoint; adds missing options."""
         defaults = state.get("defaults", vars(self).get("defaults", {}))
         otherwise = defaults_of(type(self))
-        for name in CONFIGURED_OPTIONS:  # files of earlier releases may lack some options
+        for name in OPTIONAL:  # files of earlier releases may lack some options
             if name in otherwise:
                 defaults.setdefault(name, otherwise[name])
         for group in state["param_groups"]:

@@ -27,6 +27,8 @@ class Lion(FusedOptimizer):
             decoupled, unless ``decoupled_weight_decay`` is false.
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0.
+            Needs ``decoupled_weight_decay``.
         master_weights: Keeps a float32 master of every 16-bit parameter; "split" and "split8" store
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
@@ -50,7 +52,8 @@ class Lion(FusedOptimizer):
         RuntimeError: If ``differentiable`` is true.
 
     Reference:
-        Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
+        Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2. Chen et
+        al., "Cautious Weight Decay", arXiv 2510.12402.
     """
 
     _hyperparameters_class = "LionHyperparameters"
@@ -65,6 +68,7 @@ class Lion(FusedOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
+        cautious_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,

@@ -52,6 +52,7 @@ class Muon(FusedOptimizer):
             dimensions. With None they are refused.
         scratch_bytes: Memory for the matrices of the iteration, in bytes. Matrices of one shape are
             taken together, as many as fit, and at least one.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0.
         master_weights: Keeps a float32 master of every 16-bit parameter; "split" stores it in fewer
             bytes.
         state_dtype: Dtype of the momentum and of AdamW's moments; None means the parameter's, but
@@ -79,7 +80,8 @@ class Muon(FusedOptimizer):
     Reference:
         Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Liu et al.,
         "Muon is Scalable for LLM Training", arXiv 2502.16982. Amsel, Persson, Musco and Gower,
-        "The Polar Express", arXiv 2505.16932.
+        "The Polar Express", arXiv 2505.16932. Chen et al., "Cautious Weight Decay", arXiv
+        2510.12402.
     """
 
     _hyperparameters_class = "MuonHyperparameters"
@@ -105,6 +107,7 @@ class Muon(FusedOptimizer):
         transposed: bool = False,
         flatten: bool | None = None,
         scratch_bytes: int = 256 * 2**20,
+        cautious_weight_decay: bool = False,
         master_weights: bool | Literal["split"] = True,
         state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,
@@ -128,7 +131,7 @@ class Muon(FusedOptimizer):
         Args:
             param_group: ``params`` and the options that differ from the defaults. A group with
                 ``algorithm="adamw"`` has the defaults of AdamW, but shares those of masters,
-                states and clipping with the other groups.
+                states, clipping and cautious decay with the other groups.
 
         Raises:
             TypeError: If an option has the wrong type.
@@ -143,9 +146,10 @@ class Muon(FusedOptimizer):
                 f"{type(self).__name__}: lr of group {len(self.param_groups)} must be present, "
                 'because it has algorithm="adamw", which the learning rate of Muon does not suit'
             )
-        of_adamw = defaults_of(AdamW) | {"decoupled_weight_decay": True}
+        of_adamw = defaults_of(AdamW) | AdamW._fixed_options
         only_muon = self.defaults.keys() - of_adamw.keys() - param_group.keys()
-        shared = [each.name for each in self.description.options if each.on_load == "kept"]
+        kept = ("kept", "kept if missing")
+        shared = [each.name for each in self.description.options if each.on_load in kept]
         for name, value in of_adamw.items():
             param_group.setdefault(name, self.defaults[name] if name in shared else value)
         super().add_param_group(param_group)

@@ -20,6 +20,7 @@ __all__ = [
     "CONFIGURED_OPTIONS",
     "DESCRIPTIONS",
     "NAMES_OF_OPTIONS",
+    "OPTIONAL",
     "REFUSED_FLAGS",
     "OptimizerDescription",
     "check_defaults",
@@ -138,14 +139,17 @@ class OptimizerDescription:
             option("clip_value", "limit", "kept"),
             option("skip_nonfinite", "flag", "kept"),
         )
+        # Part of the formula, so that a file decides, unless it is torch's or of before the option.
+        cautious = option("cautious_weight_decay", "flag", "kept if missing")
         if flags_of_torch is None:
-            self.options = (*own, *kept)
+            self.options = (*own, cautious, *kept)
             return
         self.options = (
             option("lr", "learning rate", "required", "Invalid learning rate: "),
             option("weight_decay", "number", "required", "Invalid weight_decay value: "),
             option("maximize", "flag", flags_of_torch),
             option("decoupled_weight_decay", "flag", decoupled_weight_decay),
+            cautious,
             *kept,
             option("write_back_grads", "flag", "kept"),
             *own,
@@ -226,6 +230,7 @@ _ALL_OPTIONS = [each for described in DESCRIPTIONS.values() for each in describe
 #: flags that our optimizers refuse, such as "differentiable".
 NAMES_OF_OPTIONS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS)]
 CONFIGURED_OPTIONS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS if each.on_load == "kept")]
+OPTIONAL = [*CONFIGURED_OPTIONS, "cautious_weight_decay"]  # what files of any class may lack
 REFUSED_FLAGS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS if each.type == "refused flag")]
 
 
@@ -299,6 +304,11 @@ def check_group(description: OptimizerDescription, group: Options, where: str) -
         raise ValueError(
             f"{name} must be torch.float32, torch.bfloat16 or None with amsgrad, got "
             f"{_shown(dtype)}"
+        )
+    if group["cautious_weight_decay"] and not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            f"{where % 'cautious_weight_decay'} must be False for a decay that is added to "
+            f"gradients, got {group['cautious_weight_decay']}. Set decoupled_weight_decay=True"
         )
     # Kernels with a split master weight support moments in float32 and bfloat16 only.
     form, is_used = group["master_weights"], group.get("momentum", True) and dtype is None

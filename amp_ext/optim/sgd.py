@@ -24,6 +24,8 @@ class SGD(FusedOptimizer):
         nesterov: Uses Nesterov momentum.
         maximize: Maximizes the objective instead of minimizing it.
         decoupled_weight_decay: Shrinks parameters (as AdamW) instead of adding to gradients.
+        cautious_weight_decay: Shrinks only elements that the update does not move away from 0.
+            Needs ``decoupled_weight_decay``.
         master_weights: Keeps a float32 master of every 16-bit parameter; "split" and "split8" store
             it in fewer bytes.
         state_dtype: Dtype of the moments; None means the parameter's. "8bit" and "8bit-bf16"
@@ -48,7 +50,7 @@ class SGD(FusedOptimizer):
 
     Reference:
         Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in
-        deep learning", 2013.
+        deep learning", 2013. Chen et al., "Cautious Weight Decay", arXiv 2510.12402.
     """
 
     _hyperparameters_class = "SgdHyperparameters"
@@ -65,6 +67,7 @@ class SGD(FusedOptimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
+        cautious_weight_decay: bool = False,
         master_weights: bool | Literal["split", "split8"] = True,
         state_dtype: torch.dtype | Literal["8bit-bf16", "8bit"] | None = torch.float32,
         rounding: Literal["dither", "nearest"] | None = None,

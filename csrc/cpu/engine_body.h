@@ -195,33 +195,47 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, c
   T* buffers[NumberFormats::kArraySize];
   arrays.results_in(scratch + 2, buffers);
   constexpr int64_t kAsked = kAskedFor<T, Arrays::kIsNative>;
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    if (i % kAsked == 0 && i + Arrays::kFarthest < rest) arrays.prefetch_ahead(i, kAsked);
-    const V old_grad = arrays.grad.template load<V>(i);
-    const V old_param = arrays.param.template load<V>(i);
-    V old_elements[NumberFormats::kArraySize];
-    arrays.load_buffers(i, old_elements);
-    V grad = constants.unscale_and_clip(old_grad);
-    V param = old_param;
-    V elements[NumberFormats::kArraySize];
-    for (int k = 0; k < kBuffers; ++k) elements[k] = old_elements[k];
-    update_element<NumberFormats::kRoot>(constants, grad, param, elements,
-                                         typename NumberFormats::Indices());
-    if (constants.skip_nonfinite) {
-      const auto is_updated = is_finite(old_grad);
-      grad = select(is_updated, grad, old_grad);
-      param = select(is_updated, param, old_param);
-      for (int k = 0; k < kBuffers; ++k) {
-        elements[k] = select(is_updated, elements[k], old_elements[k]);
+  // Two loops, because a test for cautious decay in the loop would take up to 60 % of the time of
+  // other steps.
+  constexpr bool kDecays = !kWritesUpdate<typename Functor::Hyperparameters>;
+  const auto update_all = [&](auto is_cautious) {
+    TensorConstants<Functor, T> known = constants;
+    if constexpr (kDecays) known.update.weight_decay.is_cautious = decltype(is_cautious)::value;
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+      if (i % kAsked == 0 && i + Arrays::kFarthest < rest) arrays.prefetch_ahead(i, kAsked);
+      const V old_grad = arrays.grad.template load<V>(i);
+      const V old_param = arrays.param.template load<V>(i);
+      V old_elements[NumberFormats::kArraySize];
+      arrays.load_buffers(i, old_elements);
+      V grad = known.unscale_and_clip(old_grad);
+      V param = old_param;
+      V elements[NumberFormats::kArraySize];
+      for (int k = 0; k < kBuffers; ++k) elements[k] = old_elements[k];
+      update_element<NumberFormats::kRoot>(known, grad, param, elements,
+                                           typename NumberFormats::Indices());
+      if (constants.skip_nonfinite) {
+        const auto is_updated = is_finite(old_grad);
+        grad = select(is_updated, grad, old_grad);
+        param = select(is_updated, param, old_param);
+        for (int k = 0; k < kBuffers; ++k) {
+          elements[k] = select(is_updated, elements[k], old_elements[k]);
+        }
+        if constexpr (NumberFormats::kRoot >= 0) {
+          V& root = elements[NumberFormats::kRoot];
+          root = select(is_updated, root, arrays.template stored_root<V>(i));
+        }
       }
-      if constexpr (NumberFormats::kRoot >= 0) {
-        V& root = elements[NumberFormats::kRoot];
-        root = select(is_updated, root, arrays.template stored_root<V>(i));
-      }
+      if (constants.write_back_grads) store(grads + i, grad);
+      store(params + i, param);
+      for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
     }
-    if (constants.write_back_grads) store(grads + i, grad);
-    store(params + i, param);
-    for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
+  };
+  bool is_cautious = false;
+  if constexpr (kDecays) is_cautious = constants.update.weight_decay.is_cautious;
+  if (is_cautious) {
+    update_all(std::true_type());
+  } else {
+    update_all(std::false_type());
   }
   if (constants.write_back_grads && constants.skip_nonfinite) {
     round_finite_results(grads, count, arrays.grad.elements);
@@ -274,7 +288,11 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
       if (!has_formats<NumberFormats>(tile.args)) return false;
       if constexpr (kHasFastPath<Functor, NumberFormats>) {
         if (is_usual && has_usual_dither<NumberFormats>(tile.args)) {
-          fast_step_tile_of<Arrays<NumberFormats>>(constants, tile);
+          if (constants.update.weight_decay.is_cautious) {
+            fast_step_tile_of<Arrays<NumberFormats>, true>(constants, tile);
+          } else {
+            fast_step_tile_of<Arrays<NumberFormats>, false>(constants, tile);
+          }
           return true;
         }
       }

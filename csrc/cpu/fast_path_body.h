@@ -311,10 +311,10 @@ struct FastGroup {
 };
 
 // Updates the elements of a tile. The fast path must support the tensor's options and dithering.
-template <typename Arrays, typename Functor>
+template <typename Arrays, bool kIsCautious, typename Functor>
 void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   TensorConstants<Functor, float> fast = constants;
-  fast.update = constants.update.usual();
+  fast.update = constants.update.template usual<kIsCautious>();
   fast.grad_factor = constants.grad_factor * constants.direction;
   const auto step_generally = [&](int64_t begin, int64_t end) {
     step_tile_of<Arrays>(constants,

@@ -67,9 +67,10 @@ struct Adam {
   }
 
   // Returns a copy with flags that are known at compile time, so that the fast path has no branch.
+  template <bool kIsCautious>
   AMP_EXT_INLINE Adam usual() const {
     Adam known = *this;
-    known.weight_decay.is_coupled = false;
+    known.weight_decay = weight_decay.template usual<kIsCautious>();
     known.average.from_end = false;
     known.root_floor = -std::numeric_limits<T>::infinity();
     return known;
@@ -95,6 +96,7 @@ struct Adam {
     const float root = root_from(scaled, Seeds::inverse_root(scaled));
     const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
     const float numerator = step_size * exp_avg;
+    param = weight_decay.shrunk(param, numerator);
     if constexpr (kDivision == Division::kExact) {
       param = param - numerator / denominator;
     } else {
@@ -111,8 +113,8 @@ struct Adam {
 
  private:
   template <typename V>
-  AMP_EXT_INLINE void update_moments(V grad, V& param, V& exp_avg, V& exp_avg_sq) const {
-    weight_decay(grad, param);
+  AMP_EXT_INLINE void update_moments(V grad, V param, V& exp_avg, V& exp_avg_sq) const {
+    weight_decay.add_to(grad, param);
     exp_avg = average(exp_avg, grad);
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
   }
@@ -123,7 +125,9 @@ struct Adam {
     const V root = square_root(second_moment);
     const V floored = select(root < root_floor, root_floor, root);
     const V denominator = floored * inv_bias_correction2_sqrt + eps;
-    param = param - step_size * exp_avg / denominator;
+    // The numerator has the sign of the update also where their quotient is too small for a number.
+    const V numerator = step_size * exp_avg;
+    param = weight_decay.shrunk(param, numerator) - numerator / denominator;
     return root;
   }
 };

@@ -28,8 +28,9 @@ struct Lion {
   // sign(NaN) is NaN, so a NaN gradient makes its parameter NaN, as with the other optimizers.
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param, V& exp_avg) const {
-    weight_decay(grad, param);
-    param = param - lr * sign(direction(exp_avg, grad));
+    weight_decay.add_to(grad, param);
+    const V update = lr * sign(direction(exp_avg, grad));
+    param = weight_decay.shrunk(param, update) - update;
     exp_avg = average(exp_avg, grad);
   }
 
@@ -38,9 +39,11 @@ struct Lion {
     return takes_fast_path(group) && interpolates_from_start(1.0 - group.beta1) &&
            interpolates_from_start(1.0 - group.beta2);
   }
+  template <bool kIsCautious>
   AMP_EXT_INLINE Lion usual() const {
     Lion known = *this;
-    known.weight_decay.is_coupled = known.direction.from_end = known.average.from_end = false;
+    known.weight_decay = weight_decay.template usual<kIsCautious>();
+    known.direction.from_end = known.average.from_end = false;
     return known;
   }
   template <typename Seeds, Division>

@@ -39,22 +39,23 @@ struct Sgd {
 
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param) const {
-    weight_decay(grad, param);
-    param = param - lr * grad;
+    weight_decay.add_to(grad, param);
+    subtract(lr * grad, param);
   }
 
   template <typename V>
   AMP_EXT_INLINE void operator()(V grad, V& param, V& momentum_buffer) const {
-    weight_decay(grad, param);
+    weight_decay.add_to(grad, param);
     momentum_buffer = buffer_weight * momentum_buffer + grad_weight * grad;
-    param = param - lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer);
+    subtract(lr * select(nesterov, grad + momentum * momentum_buffer, momentum_buffer), param);
   }
 
   // Members of the fast path: see adam.h.
   static bool has_fast_path(const SgdHyperparameters& group) { return takes_fast_path(group); }
+  template <bool kIsCautious>
   AMP_EXT_INLINE Sgd usual() const {
     Sgd known = *this;
-    known.weight_decay.is_coupled = false;
+    known.weight_decay = weight_decay.template usual<kIsCautious>();
     return known;
   }
   template <typename Seeds, Division>
@@ -68,6 +69,12 @@ struct Sgd {
     (*this)(grad, param, momentum_buffer);
     unusual.note_result(param);
     unusual.note_result(momentum_buffer);
+  }
+
+ private:
+  template <typename V>
+  AMP_EXT_INLINE void subtract(V update, V& param) const {
+    param = weight_decay.shrunk(param, update) - update;
   }
 };
 

@@ -1,4 +1,6 @@
-// Weight decay, coupled (added to the gradient) or decoupled (shrinks the parameter).
+// Weight decay, coupled (added to the gradient) or decoupled (shrinks the parameter). Cautious
+// decay is decoupled, and shrinks only elements that the update does not move away from 0: Chen et
+// al., "Cautious Weight Decay", arXiv 2510.12402.
 #pragma once
 
 #include <amp_ext/hyperparameters.h>
@@ -10,6 +12,7 @@ namespace amp_ext {
 template <typename T>
 struct WeightDecay {
   bool is_coupled;
+  bool is_cautious;
   T coupled;        // weight_decay, or 0 when decoupled
   T shrink_factor;  // 1 - lr * weight_decay, or 1 when coupled
 
@@ -18,14 +21,31 @@ struct WeightDecay {
     const double decay = hyperparameters.weight_decay;
     const bool decoupled = hyperparameters.decoupled_weight_decay;
     const T coupled = static_cast<T>(decoupled ? 0.0 : decay);
-    return {coupled != T(0), coupled, static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0)};
+    return {coupled != T(0), hyperparameters.cautious_weight_decay, coupled,
+            static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0)};
   }
 
+  // Adds coupled decay to the gradient.
   template <typename V>
-  AMP_EXT_INLINE void operator()(V& grad, V& param) const {
+  AMP_EXT_INLINE void add_to(V& grad, V param) const {
     // Without decay, 0 * inf would make the gradient of an inf parameter NaN.
     grad = select(is_coupled, grad + coupled * param, grad);
-    param = param * shrink_factor;
+  }
+
+  // Returns the parameter after decoupled decay. `update` has the sign of what the step subtracts
+  // from the parameter. Signs are compared, because the product of small numbers would be 0.
+  template <typename V>
+  AMP_EXT_INLINE V shrunk(V param, V update) const {
+    const V shrunk = param * shrink_factor;
+    if (!is_cautious) return shrunk;
+    const auto moves_away = select(param < 0, -update, update) < 0;
+    return select(moves_away, param, shrunk);
+  }
+
+  // Returns a copy whose flags are known at compile time, without coupled decay.
+  template <bool kIsCautious>
+  AMP_EXT_INLINE WeightDecay usual() const {
+    return {false, kIsCautious, T(0), shrink_factor};
   }
 };
 

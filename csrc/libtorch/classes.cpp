@@ -153,6 +153,8 @@ void FusedOptimizer<Options>::check_options(const Options& options, const std::s
     check(number >= 0.0 || name == "dampening", name, "at least 0, got ", number);
     check(number < 1.0 || name.substr(0, 4) != "beta", name, "below 1, got ", number);
   });
+  check(options.numbers_.can_decay(), "cautious_weight_decay",
+        "false unless decoupled_weight_decay is true");
   const auto& masters = options.master_weights_;
   check(masters == true || masters == false || masters == "split" || masters == "split8",
         "master_weights", "true, false, 'split' or 'split8'");
@@ -332,8 +334,13 @@ void FusedOptimizer<Options>::save(OutputArchive& archive) const {
 
 template <typename Options>
 void FusedOptimizer<Options>::load(InputArchive& archive) {
-  const Tensors saved = tensors_in(archive);
+  Tensors saved = tensors_in(archive);
   const Tensors own = saved_tensors(saved);
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    // Archives of before this option leave it as it is.
+    const std::string key = c10::str("group", group, "_cautious_weight_decay");
+    saved.emplace(key, own.at(key));
+  }
   copy(Options::kName, saved, own);
   for (size_t group = 0; group < param_groups_.size(); ++group) {
     for_each_number(options_of(group).numbers_, [&](const std::string& name, auto& number) {

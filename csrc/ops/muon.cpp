@@ -172,6 +172,7 @@ void MuonStep::prepare_chunk(Chunk& chunk, const Shape& shape, const StepGroups&
   second.lr = own.lr * factor;
   second.weight_decay = own.weight_decay / factor;  // decays by the learning rate as it was
   second.decoupled_weight_decay = true;
+  second.cautious_weight_decay = own.cautious_weight_decay;
   second.dither = own.dither;
   chunk.update_groups.refer_to(chunk.hyperparameters);
   if (group.lr.has_value()) chunk.update_groups.groups[shape.group].lr = *group.lr * factor;

@@ -81,6 +81,9 @@ void step_once(const std::vector<StepParams>& groups,
   for (size_t group = 0; group < groups.size(); ++group) {
     TORCH_CHECK(options[group].clip_value >= 0.0, operation,
                 ": clip_value must be at least 0, got ", options[group].clip_value);
+    TORCH_CHECK(options[group].can_decay(), operation,
+                ": cautious_weight_decay must be False for a decay that is added to gradients, got "
+                "True. Set decoupled_weight_decay");
     table.groups[group].lr = options[group].lr_tensor;
     for (size_t i = 0; i < groups[group].size(); ++i) {
       const StepParam& param = groups[group][i];

@@ -135,7 +135,8 @@ class OptionReaderOf : public OptionReader {
     });
     double max_grad_norm = 0.0;
     PyObject* const norm = PyDict_GetItemWithError(group, names_.max_grad_norm);
-    if (!are_read || !limit_in(PyDict_GetItemWithError(group, names_.clip_value), one.clip_value) ||
+    if (!are_read || !one.can_decay() ||
+        !limit_in(PyDict_GetItemWithError(group, names_.clip_value), one.clip_value) ||
         norm == nullptr || !limit_in(norm, max_grad_norm) ||
         !flag_in(PyDict_GetItemWithError(group, names_.skip_nonfinite), format.skip_nonfinite) ||
         !read_format(group, names_, format)) {

@@ -157,6 +157,7 @@ OPERATIONS = {
 
 DECAY = {"weight_decay": 0.3}
 DECOUPLED = DECAY | {"decoupled_weight_decay": True}
+CAUTIOUS = DECOUPLED | {"cautious_weight_decay": True}
 MAXIMIZE = {"maximize": True}
 MOMENTUM = {"momentum": 0.7}
 DAMPENING = MOMENTUM | {"dampening": 0.4}
@@ -182,6 +183,11 @@ STEPS = rows(
         "momentum-decoupled": ("sgd_", MOMENTUM | DECOUPLED),
         "nesterov-decay": ("sgd_", NESTEROV | DECAY),
         "dampening-decoupled": ("sgd_", DAMPENING | DECOUPLED),
+        "adamw-cautious-max": ("adam_", CAUTIOUS | MAXIMIZE),
+        "amsgradw-cautious": ("adam_", AMSGRAD | CAUTIOUS),
+        "lion-cautious": ("lion_", CAUTIOUS),
+        "sgd-cautious": ("sgd_", CAUTIOUS),
+        "nesterov-cautious-max": ("sgd_", NESTEROV | CAUTIOUS | MAXIMIZE),
     }
 )
 

@@ -48,6 +48,7 @@ OPTIMIZERS = [
         ("adamw", "AdamW", {"weight_decay": 0.5}),
         ("adamw-amsgrad-max", "AdamW", _MAX | {"amsgrad": True}),
         ("lion", "Lion", {"weight_decay": 0.5}),
+        ("lion-cautious", "Lion", {"weight_decay": 0.5, "cautious_weight_decay": True}),
         ("lion-coupled-max", "Lion", _DECAY | _MAX | {"decoupled_weight_decay": False}),
         ("momentum", "SGD", _MOMENTUM),
         ("sgd", "SGD", {}),

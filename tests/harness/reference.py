@@ -91,6 +91,28 @@ def decayed(
     return param, grad, {"doubt": (grad.abs() <= 1e-6 * parts) & (parts > 0) & parts.isfinite()}
 
 
+def cautiously(
+    param: Tensor, decayed: Tensor, direction: Tensor, parts: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Applies decoupled decay only to elements that the update does not move away from 0.
+
+    Args:
+        param: The parameter before the step.
+        decayed: The same with decay in all elements.
+        direction: What is subtracted, apart from a positive factor.
+        parts: The size of the numbers whose sum is the direction.
+
+    Returns:
+        The parameter, and ``doubt``: where rounding decides the sign of the direction.
+
+    Reference:
+        Chen et al., "Cautious Weight Decay", arXiv 2510.12402.
+    """
+    agree = param.double().sign() * direction.sign() >= 0
+    doubt = (direction.abs() <= 1e-6 * parts) & (parts > 0)
+    return torch.where(agree, decayed, param.double()), {"doubt": doubt}
+
+
 def adam(
     param: Tensor,
     grad: Tensor,
@@ -106,6 +128,7 @@ def adam(
     weight_decay: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
+    cautious_weight_decay: bool = False,
     denominator_floor: float = 0.0,
 ) -> dict[str, Tensor]:
     """Takes one step of Adam, AdamW or AMSGrad in float64.
@@ -127,9 +150,13 @@ def adam(
         Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay
         Regularization", 2019; Reddi et al., "On the Convergence of Adam and Beyond", 2018.
     """
+    start = param
     param, grad, result = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
     step = step.double() + 1
+    parts = beta1 * exp_avg.double().abs() + (1 - beta1) * grad.abs()
     exp_avg = beta1 * exp_avg.double() + (1 - beta1) * grad
+    if cautious_weight_decay:
+        param, result = cautiously(start, param, exp_avg, parts)
     exp_avg_sq = beta2 * exp_avg_sq.double() + (1 - beta2) * grad * grad
     result |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "step": step}
     second = exp_avg_sq
@@ -153,6 +180,7 @@ def lion(
     weight_decay: float = 0.0,
     maximize: bool = False,
     decoupled_weight_decay: bool = True,
+    cautious_weight_decay: bool = False,
 ) -> dict[str, Tensor]:
     """Takes one step of Lion in float64.
 
@@ -163,11 +191,14 @@ def lion(
     Reference:
         Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
     """
+    start = param
     param, grad, _ = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
     exp_avg = exp_avg.double()
     average = beta1 * exp_avg + (1 - beta1) * grad
     parts = (beta1 * exp_avg).abs() + ((1 - beta1) * grad).abs() + (weight_decay * param).abs()
     sign = torch.where(average.isnan(), average, average.sign())
+    if cautious_weight_decay:
+        param, _ = cautiously(start, param, average, parts)
     return {
         "param": param - lr * sign,
         "exp_avg": beta2 * exp_avg + (1 - beta2) * grad,
@@ -188,25 +219,35 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
     decoupled_weight_decay: bool = False,
+    cautious_weight_decay: bool = False,
 ) -> dict[str, Tensor]:
     """Takes one step of SGD in float64.
 
     At a ``step`` of 0, no step was taken yet: the buffer becomes the gradient, without dampening.
 
+    Returns:
+        The new values under the names of the arguments, and ``doubt`` as :func:`cautiously` does.
+
     Reference:
         Sutskever et al., "On the importance of initialization and momentum in deep learning",
         2013, in the variant of ``torch.optim.SGD``.
     """
+    start = param
     param, grad, _ = decayed(param, grad, lr, weight_decay, maximize, decoupled_weight_decay)
     result = {} if step is None else {"step": step.double() + 1}
-    if momentum == 0 and momentum_buffer is None:
-        return result | {"param": param - lr * grad}
-    if step is not None and step.item() == 0:
-        buffer = grad
-    else:
-        buffer = momentum * momentum_buffer.double() + (1 - dampening) * grad
-    direction = grad + momentum * buffer if nesterov else buffer
-    return result | {"param": param - lr * direction, "momentum_buffer": buffer}
+    direction, parts = grad, grad.abs()
+    if momentum != 0 or momentum_buffer is not None:
+        if step is not None and step.item() == 0:
+            buffer = grad
+        else:
+            buffer = momentum * momentum_buffer.double() + (1 - dampening) * grad
+            parts = parts + momentum_buffer.double().abs()
+        direction = grad + momentum * buffer if nesterov else buffer
+        result["momentum_buffer"] = buffer
+    if cautious_weight_decay:
+        param, doubt = cautiously(start, param, direction, parts)
+        result |= doubt
+    return result | {"param": param - lr * direction}
 
 
 def refreshed_master(master: Tensor, param: Tensor) -> Tensor:

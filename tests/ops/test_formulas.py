@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import list_operations as cases
-from harness.edge_shapes import BF16, F16, F32, FEW_DTYPES, Dtypes
+from harness.edge_shapes import BF16, F16, F32, F64, FEW_DTYPES, Dtypes
 from harness.gradient_lists import equal
 from harness.reference import assert_close, clipped, same_bits
 from harness.rows import rows
@@ -96,6 +96,38 @@ def test_every_16_bit_gradient_is_read_exactly_and_judged_right(device, dtype, i
             expected = torch.where(grad.isfinite(), expected, param)
         cases.run("sgd_", {"params": [param], "grads": [grad]}, lr=1.0, skip_nonfinite=skip)
         assert equal(param, expected)
+
+
+# Cautious decay.
+
+
+EDGES = torch.tensor([1.0, -1.0, 2.0**-100, -(2.0**-100), 0.0, -0.0])
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+@pytest.mark.parametrize("operation", cases.BUFFERS)
+def test_cautious_decay_compares_signs_also_where_a_product_would_be_0(
+    device, operation, dtype, maximize
+):
+    params, grads = EDGES.repeat(6).to(device, dtype), EDGES.repeat_interleave(6).to(device, dtype)
+    results = []
+    for options in (cases.CAUTIOUS, cases.DECOUPLED, {"weight_decay": 0.0}):
+        lists = cases.build(operation, {}, [(36,)], Dtypes(dtype, dtype, dtype), device, step=0)
+        for name in cases.OPERATIONS[operation].buffers({}):
+            lists[name][0].zero_()  # so that the update has the sign of the gradient
+        lists["params"][0].copy_(params), lists["grads"][0].copy_(grads)
+        cases.run(operation, lists, maximize=maximize, **options)
+        results += lists["params"]
+    cautious, decayed, kept = results
+    agree = params.sign() * grads.sign() * (-1 if maximize else 1) >= 0
+    assert same_bits(cautious, torch.where(agree, decayed, kept))
+
+
+def test_cautious_decay_that_is_added_to_gradients_is_refused():
+    lists = cases.build("sgd_", {}, [(3,)], cases.IN_FLOAT, "cpu")
+    with pytest.raises(RuntimeError, match="cautious_weight_decay must be False"):
+        cases.run("sgd_", lists, weight_decay=0.1, cautious_weight_decay=True)
 
 
 # ``optimizer_update_``: one step for people who keep their own loop and buffers.

@@ -223,6 +223,33 @@ def test_groups_may_differ(name, options):
     assert_same_bits(together, [bits for optimizer in alone for bits in bits_of(optimizer)])
 
 
+@each_form
+@cases.each_class
+def test_cautious_decay_shrinks_what_the_update_does_not_move_away_from_0(
+    device, name, options, dtype, kept
+):
+    params = make_params(dtype, device, [(130, 32), (5, 7)])
+    start = ours(name)(params, **options, **kept)
+    start.param_groups[0]["decoupled_weight_decay"] = True
+    train([start], 3)
+    changes = ({"weight_decay": 0.5, "cautious_weight_decay": True}, {"weight_decay": 0.5}, {})
+    runs = [copy.deepcopy(start) for _ in changes]
+    for run, change in zip(runs, changes, strict=True):
+        run.param_groups[0].update({"weight_decay": 0.0} | change)
+    train(runs)
+    masters = [run.master_params() for run in runs]
+    for before, cautious, decayed, plain in zip(start.master_params(), *masters, strict=True):
+        update = (before - plain).sign()
+        expected = torch.where(before.sign() * update >= 0, decayed, plain)
+        # An update that is rounded off in a parameter without a master has no sign here.
+        is_right = (cautious == expected) | ((update == 0) & (cautious == plain))
+        assert is_right.all()
+        assert (cautious != decayed).any()
+    for cautious, decayed in zip(*map(bits_of, runs[:2]), strict=True):
+        same = [key for key in cautious if not key.startswith(("param", "master"))]
+        assert all(same_bits(cautious[key], decayed[key]) for key in same)
+
+
 @each_form_and_setting
 def test_a_model_may_be_converted_in_mid_run(name, options, dtype, kept):
     optimizer = trained(make(name, dtype, **options, **kept))

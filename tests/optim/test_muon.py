@@ -190,6 +190,31 @@ def test_weight_decay_uses_the_learning_rate_before_its_adjustment():
     torch.testing.assert_close(param.detach(), before * (1 - 0.5 * 0.1))
 
 
+@pytest.mark.usefixtures("place")
+def test_cautious_decay_shrinks_what_the_update_does_not_move_away_from_0():
+    def stepped(**options: Any) -> tuple[list[Tensor], list[Tensor]]:
+        optimizer, hidden, others = two_algorithms(adjust_lr_fn="match_rms_adamw")
+        train([optimizer], 1)
+        before = [param.detach().clone() for param in (*hidden, *others)]
+        for group in optimizer.param_groups:
+            group.update(options)
+        train([optimizer], 1, first=1)
+        return before, [param.detach() for param in (*hidden, *others)]
+
+    starts, kept = stepped(weight_decay=0.0)
+    decayed = stepped(weight_decay=0.5)[1]
+    cautious = stepped(weight_decay=0.5, cautious_weight_decay=True)[1]
+    for start, without, within, param in zip(starts, kept, decayed, cautious, strict=True):
+        agree = start.sign() * (start - without).sign() >= 0
+        assert same_bits(param, torch.where(agree, within, without))
+        assert 0 < agree.sum() < agree.numel()
+
+
+def test_groups_of_adamw_share_cautious_decay():
+    optimizer, *_ = two_algorithms(cautious_weight_decay=True)
+    assert all(group["cautious_weight_decay"] for group in optimizer.param_groups)
+
+
 @pytest.mark.parametrize("size", [2.0**83, 2.0**-83, 0.0])
 @pytest.mark.parametrize("eps", [1e-7, 0.0])
 @pytest.mark.usefixtures("place")

@@ -173,7 +173,22 @@ def test_options_that_an_old_file_lacks_are_what_torch_takes_them_for(name, lack
 
 def test_configured_are_the_options_that_torch_does_not_have():
     own, of_torch = (make("AdamW")(make_params(torch.float32)).defaults for make in (ours, theirs))
-    assert own.keys() - of_torch.keys() == own.keys() & set(CONFIGURED_OPTIONS)
+    own = own.keys() - {"cautious_weight_decay"}  # which a file of ours decides
+    assert own - of_torch.keys() == own & set(CONFIGURED_OPTIONS)
+
+
+def test_cautious_decay_is_what_a_file_says_or_else_what_was_configured():
+    cautious = {"cautious_weight_decay": True}
+    params = make_params(torch.float32, shapes=SHAPES)
+    ours_file = stepped(ours("AdamW")(params, **cautious)).state_dict()
+    of_torch = stepped(theirs("AdamW")(params)).state_dict()
+    del of_torch["param_groups"][0]["decoupled_weight_decay"]  # older files lack it
+    for file, options in ((ours_file, {}), (of_torch, cautious)):
+        loaded = ours("AdamW")(twins(params), **options)
+        loaded.load_state_dict(file)
+        assert loaded.param_groups[0]["cautious_weight_decay"]
+        assert loaded.param_groups[0]["decoupled_weight_decay"]
+        stepped(loaded)
 
 
 def test_options_that_torch_does_not_have_stay_as_their_group_was_configured():

@@ -243,6 +243,13 @@ BAD_STATES: dict[str, Change] = {
     "master_param have shape (2,), got (3,)": in_state(master_param=torch.ones(3)),
 }
 
+FOR_DECOUPLED = (
+    "must be False for a decay that is added to gradients, got True. Set "
+    "decoupled_weight_decay=True"
+)
+COUPLED = file_of("SGD", 1)
+del COUPLED["param_groups"][0]["cautious_weight_decay"]
+
 NOT_SCALED = (
     "Attempted {} but _scale is None.  This may indicate your script did not use "
     "scaler.scale(loss or outputs) earlier in the iteration."
@@ -341,6 +348,18 @@ VALUE_ERRORS: list[Row] = [
         (f"Invalid beta parameter at index {index}: {betas[index]}", optimizer(kind, betas=betas))
         for kind in CLASSES
         for index, betas in enumerate(wrong_betas(kind))
+    ),
+    *(
+        (f"{name}: cautious_weight_decay of group 0 {FOR_DECOUPLED}", scenario)
+        for name, scenario in (
+            ("Adam", optimizer("Adam", cautious_weight_decay=True)),
+            ("Lion", optimizer("Lion", cautious_weight_decay=True, decoupled_weight_decay=False)),
+            ("SGD", optimizer("SGD", STEP, ("options", {"cautious_weight_decay": True}), STEP)),
+        )
+    ),
+    (
+        f"SGD.load_state_dict: cautious_weight_decay of param_groups[0] {FOR_DECOUPLED}",
+        optimizer("SGD", (LOAD, COUPLED), cautious_weight_decay=True, decoupled_weight_decay=True),
     ),
     ("Invalid learning rate: nan", optimizer("SGD", lr=NAN)),
     ("Tensor lr must be 1-element", optimizer("Adam", lr=torch.ones(2))),

@@ -43,7 +43,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "adamw-8bit": ("AdamW", "float32", {"state_dtype": "8bit", "rounding": "nearest"}),
     "adamw-skip": ("AdamW", "bfloat16", {"max_grad_norm": 0.5, "skip_nonfinite": True}),
-    "sgd": ("SGD", "float64", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "sgd": (
+        "SGD",
+        "float64",
+        {"weight_decay": 0.1, "decoupled_weight_decay": True, "cautious_weight_decay": True},
+    ),
     "sgd-masters": (
         "SGD",
         "float16",

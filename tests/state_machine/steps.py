@@ -388,7 +388,8 @@ class Step:
         size = torch.stack([old.abs(), new.abs(), lr * parts]).amax(0)
         if doubt is not None:
             keep = doubled(actual)
-            assert ((keep - new).abs()[doubt] <= 2.1 * lr).all()
+            off = lr * (2.1 + float(group["weight_decay"]) * old.abs())
+            assert ((keep - new).abs() <= off)[doubt].all()
             new[doubt] = keep[doubt]
         more = 0.0
         if is_split(group) and master is not None:

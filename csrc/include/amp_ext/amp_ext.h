@@ -62,6 +62,9 @@ class OptionsOf : public torch::optim::OptimizerOptions {
   AMP_EXT_OPTION(bool, maximize, numbers_.maximize)
   // If true, weight decay shrinks parameters, as in AdamW, instead of being added to gradients.
   AMP_EXT_OPTION(bool, decoupled_weight_decay, numbers_.decoupled_weight_decay)
+  // If true, weight decay shrinks only elements that the update does not move away from 0. Needs
+  // decoupled weight decay.
+  AMP_EXT_OPTION(bool, cautious_weight_decay, numbers_.cautious_weight_decay)
   // Keeps a float32 master weight for every float16 and bfloat16 parameter. "split" stores only the
   // 16 bits that the parameter lacks. The parameter and these bits together give the float32 value
   // (for float16 parameters below 2^-16 in magnitude, only to within 2^-40). "split8" stores 8

@@ -59,6 +59,7 @@ struct AMP_EXT_API CommonHyperparameters {
   const float* lr_on_device = nullptr;  // [1] on the device, used instead of `lr`, or null
   double weight_decay = 0.0;
   bool decoupled_weight_decay = false;
+  bool cautious_weight_decay = false;  // needs decoupled decay; see can_decay()
   bool maximize = false;
   // Magnitude to which elements of the unscaled gradients are clipped; inf: no clipping.
   double clip_value = std::numeric_limits<double>::infinity();
@@ -73,6 +74,7 @@ struct AMP_EXT_API CommonHyperparameters {
   static void for_each_field(const Visit& visit) {
     visit("weight_decay", &CommonHyperparameters::weight_decay);
     visit("decoupled_weight_decay", &CommonHyperparameters::decoupled_weight_decay);
+    visit("cautious_weight_decay", &CommonHyperparameters::cautious_weight_decay);
     visit("maximize", &CommonHyperparameters::maximize);
     visit("timestep", &CommonHyperparameters::timestep);
     visit("write_back_grads", &CommonHyperparameters::write_back_grads);
@@ -84,6 +86,9 @@ struct AMP_EXT_API CommonHyperparameters {
   static bool is_option(std::string_view field) { return field != "timestep" && field != "dither"; }
 
   bool needs_buffers() const { return true; }
+
+  // False if two options contradict each other: coupled decay is not cautious.
+  bool can_decay() const { return decoupled_weight_decay || !cautious_weight_decay; }
 };
 
 struct AMP_EXT_API AdamHyperparameters : CommonHyperparameters {
@@ -164,6 +169,8 @@ struct AMP_EXT_API MuonHyperparameters : CommonHyperparameters {
   double momentum = 0.95;
   bool nesterov = true;
 
+  MuonHyperparameters() { decoupled_weight_decay = true; }
+
   static constexpr const char* kOperation = "muon_";
   static constexpr const char* kName = "MuonHyperparameters";
   static constexpr BufferDescription kBuffers[] = {
@@ -176,6 +183,7 @@ struct AMP_EXT_API MuonHyperparameters : CommonHyperparameters {
   template <typename Visit>
   static void for_each_field(const Visit& visit) {
     visit("weight_decay", &MuonHyperparameters::weight_decay);
+    visit("cautious_weight_decay", &MuonHyperparameters::cautious_weight_decay);
     visit("momentum", &MuonHyperparameters::momentum);
     visit("nesterov", &MuonHyperparameters::nesterov);
     visit("dither", &MuonHyperparameters::dither);

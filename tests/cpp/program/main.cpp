@@ -59,7 +59,9 @@ const std::map<std::string, Make> kCases = {
     {"adamw-split", with<AdamW>(AdamWOptions().master_weights("split").state_dtype(at::kBFloat16))},
     {"adamw-8bit", with<AdamW>(AdamWOptions().state_dtype("8bit").rounding("nearest"))},
     {"adamw-skip", with<AdamW>(AdamWOptions().max_grad_norm(0.5).skip_nonfinite(true))},
-    {"sgd", with<SGD>(SGDOptions().weight_decay(0.1).decoupled_weight_decay(true))},
+    {"sgd",
+     with<SGD>(
+         SGDOptions().weight_decay(0.1).decoupled_weight_decay(true).cautious_weight_decay(true))},
     {"sgd-masters", with<SGD>(SGDOptions().momentum(0.75).nesterov(true).write_back_grads(true))},
     {"sgd-none", with<SGD>(SGDOptions().momentum(0.75).dampening(0.25).master_weights(false))},
     {"lion", with<Lion>(LionOptions().betas({0.8, 0.95}).maximize(true).rounding("dither"))},
@@ -216,6 +218,8 @@ void values() {
   refused("master_weights must be true, false, 'split' or", AdamWOptions().master_weights("low"));
   refused("state_dtype must be Float, BFloat16, '8bit-bf16'", AdamWOptions().state_dtype("4bit"));
   refused("nullopt with amsgrad", AdamWOptions().state_dtype("8bit").amsgrad(true));
+  refused("cautious_weight_decay must be false unless",
+          AdamWOptions().decoupled_weight_decay(false).cautious_weight_decay(true));
   refused("rounding must be 'dither', 'nearest' or", AdamWOptions().rounding("up"));
   check_refused("Nesterov momentum requires", [&] { SGD({a}, SGDOptions(0.1).nesterov(true)); });
   AdamW optimizer({a}, AdamWOptions(0.5));
@@ -278,6 +282,21 @@ void archives() {
   options.lr(0.1).betas({0.5, 0.5});
   torch::load(optimizer, file);
   check(options.lr() == 0.5 && options.betas() == std::tuple(0.9, 0.999), "loaded options");
+  torch::serialize::InputArchive whole;
+  torch::serialize::OutputArchive before;
+  std::stringstream copy(file.str());
+  whole.load_from(copy);
+  for (const std::string& key : whole.keys()) {
+    if (key == "group0_cautious_weight_decay") continue;
+    Tensor tensor;
+    whole.read(key, tensor, /*is_buffer=*/true);
+    before.write(key, tensor, /*is_buffer=*/true);
+  }
+  std::stringstream older;
+  before.save_to(older);
+  options.cautious_weight_decay(true).lr(0.1);
+  torch::load(optimizer, older);
+  check(options.lr() == 0.5 && options.cautious_weight_decay(), "an archive of before an option");
   a.set_data(a.detach().to(torch::kHalf));
   refused(AdamW({a, b}, AdamWOptions()), "master_param of the archive must be Float of sizes [2]");
   GradScaler scaler = scaler_of(4.0);
