@@ -11,6 +11,7 @@ from amp_ext.optim.offload import OffloadedStates, offload_states
 from amp_ext.optim.sgd import SGD
 from amp_ext.optim.weight_average import WeightAverage
 from amp_ext.optim.weight_decay_scheduler import (
+    CorrectedWeightDecay,
     CosineAnnealingWeightDecay,
     LambdaWeightDecay,
     StepWeightDecay,
@@ -21,6 +22,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CorrectedWeightDecay",
     "CosineAnnealingWeightDecay",
     "GradientRelease",
     "LambdaWeightDecay",

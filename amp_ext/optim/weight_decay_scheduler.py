@@ -252,3 +252,68 @@ class CosineAnnealingWeightDecay(WeightDecayScheduler):
             return 0.0
         left = (1.0 + math.cos(math.pi * epoch / self.T_max)) / 2.0
         return initial * left + self.final_weight_decay * (1.0 - left)
+
+
+class CorrectedWeightDecay(WeightDecayScheduler):
+    """Multiplies the weight decay by ``lr / max_lr``, for layers that a norm follows.
+
+    The norm cancels the size of such weights. Decay then moves the ratio of gradient to weight
+    towards a balance, which depends on ``weight_decay / lr``: under a schedule that lowers the
+    learning rate, gradients grow towards the end of the training. With this correction, the balance
+    stays where it is. Give other layers groups of their own, with None as ``max_lr``.
+
+    Each value depends on the learning rate of its group, so construct and step this schedule after
+    those of the learning rate. The host waits for a learning rate that is a tensor on a GPU.
+
+    Args:
+        optimizer: The optimizer whose groups are set.
+        max_lr: The largest learning rate of the schedule, at which the weight decay has its initial
+            value; or a list with one for each group, None for a group that keeps its weight decay.
+            A larger learning rate gives a weight decay above the initial value.
+
+    Raises:
+        ValueError: If a number is not finite and above 0, or a list does not have one for each
+            group.
+
+    Example:
+        >>> groups = [{"params": normalized}, {"params": others}]
+        >>> optimizer = amp_ext.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+        >>> rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+        >>> decays = CorrectedWeightDecay(optimizer, max_lr=[1e-3, None])
+        >>> for x, y in data:
+        ...     train_step(x, y)  # ends in optimizer.step()
+        ...     rates.step()
+        ...     decays.step()
+
+    Reference:
+        Defazio, "Why Gradients Rapidly Increase Near the End of Training", arXiv 2506.02285.
+    """
+
+    def __init__(self, optimizer: Optimizer, max_lr: float | Sequence[float | None]) -> None:
+        given: Any = max_lr
+        is_list = isinstance(given, (list, tuple))
+        self.max_lr: Any = [*map(plain, given)] if is_list else plain(given)
+        each: Any
+        for each in self.max_lr if is_list else [self.max_lr]:
+            is_kept = is_list and each is None
+            if not is_kept and not (is_number(each) and 0.0 < each < math.inf):
+                raise ValueError(
+                    f"CorrectedWeightDecay: max_lr must be finite and above 0, got {max_lr!r}"
+                )
+        super().__init__(optimizer)
+
+    def weight_decay_at(self, epoch: int, initial: float, group_index: int) -> float:
+        """Returns ``initial * lr / max_lr`` with the present learning rate of the group."""
+        largest = self.max_lr[group_index] if isinstance(self.max_lr, list) else self.max_lr
+        if largest is None:
+            return initial
+        return initial * (float(self.optimizer.param_groups[group_index]["lr"]) / largest)
+
+    def _bases(self, known: list[float]) -> list[float]:
+        groups = len(self.optimizer.param_groups)
+        if isinstance(self.max_lr, list) and len(self.max_lr) != groups:
+            raise ValueError(
+                f"CorrectedWeightDecay: max_lr must be one number, or one for each of {groups} "
+                f"groups, got {len(self.max_lr)}"
+            )
+        return super()._bases(known)

@@ -14,9 +14,15 @@ from harness import optimizer_cases as cases
 from harness.optimizer_cases import assert_same_bits, make_params, ours, theirs, train, twins
 from harness.rows import rows
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import amp_ext
-from amp_ext.optim import CosineAnnealingWeightDecay, LambdaWeightDecay, StepWeightDecay
+from amp_ext.optim import (
+    CorrectedWeightDecay,
+    CosineAnnealingWeightDecay,
+    LambdaWeightDecay,
+    StepWeightDecay,
+)
 
 EPOCHS = 12
 INITIAL = 0.3
@@ -42,6 +48,7 @@ VALUES = {
              [*[0.3] * 4, *[0.15] * 4, *[0.075] * 4]),
     "cosine": (cosine, half_cosine(0.0)),
     "cosine-upwards": (partial(cosine, final_weight_decay=0.5), half_cosine(0.5)),
+    "corrected": (partial(CorrectedWeightDecay, max_lr=0.2), [0.15] * 12),
 }  # fmt: skip
 SCHEDULERS = pytest.mark.parametrize(("make", "expected"), rows(VALUES))
 CLOSE = {"rel": 1e-14, "abs": 1e-16}
@@ -125,7 +132,7 @@ def test_a_new_scheduler_starts_from_the_value_before_the_earlier_one(make: Make
 
 @SCHEDULERS
 def test_a_group_that_is_added_later_joins_at_the_next_step(make: Make, expected: list[float]):
-    optimizer = ours("AdamW")(make_params(torch.float32), weight_decay=INITIAL)
+    optimizer = ours("AdamW")(make_params(torch.float32), lr=0.1, weight_decay=INITIAL)
     scheduler = make(optimizer)
     run(scheduler, 4)
     late = make_params(torch.float32)
@@ -183,6 +190,57 @@ def test_a_group_that_is_taken_out_is_forgotten_and_the_other_goes_on(make: Make
     add_group(optimizer, 0.5)
     scheduler.step()
     assert optimizer.param_groups[1]["initial_weight_decay"] == 0.5
+
+
+LR_SCHEDULES = {
+    "cosine": (partial(CosineAnnealingLR, T_max=EPOCHS),),
+    "one-cycle": (partial(OneCycleLR, max_lr=0.5, total_steps=20, cycle_momentum=False),),
+    "warmup": (partial(LambdaLR, lr_lambda=ramp),),
+}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("schedule", rows(LR_SCHEDULES))
+def test_corrected_decay_is_that_of_a_loop_in_float64_with_skips_and_a_resume(schedule, as_tensor):
+    start = make_params(torch.float64, shapes=[(3, 5), (7,)])
+
+    def parts(params: list[Parameter]) -> Any:
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        lr = torch.tensor(0.5, dtype=torch.float64) if as_tensor else 0.5
+        options = {"lr": lr, "weight_decay": INITIAL, "decoupled_weight_decay": True}
+        optimizer = ours("SGD")(groups, **options)
+        return optimizer, schedule(optimizer), CorrectedWeightDecay(optimizer, [0.5, None])
+
+    optimizer, rates, decay = run_of = parts(twins(start))
+    expected = [param.detach().clone() for param in start]
+    scaler = amp_ext.GradScaler("cpu", init_scale=4.0)
+    for epoch in range(EPOCHS):
+        if epoch == 5:
+            saved = cases.through_a_file([part.state_dict() for part in run_of])
+            optimizer, rates, decay = run_of = parts(cases.params_of(optimizer))
+            for part, state in zip(run_of, saved, strict=True):
+                part.load_state_dict(state)
+        is_skipped = epoch in (3, 7)
+        rate = [float(group["lr"]) for group in optimizer.param_groups]
+        scale = scaler.scale(torch.ones(())).item()
+        for param, value, each, factor in zip(
+            cases.params_of(optimizer), expected, rate, (rate[0] / 0.5, 1.0), strict=True
+        ):
+            grad = torch.randn_like(param)
+            param.grad = torch.full_like(grad, math.inf) if is_skipped else grad * scale
+            if not is_skipped:
+                value.mul_(1 - each * INITIAL * factor).sub_(grad, alpha=each)
+        scaler.step(optimizer)
+        scaler.update()
+        rates.step()
+        decay.step()
+    for param, value in zip(cases.params_of(optimizer), expected, strict=True):
+        torch.testing.assert_close(param.detach(), value, rtol=1e-12, atol=1e-14)
+
+
+def test_a_learning_rate_above_the_largest_gives_more_than_the_initial_decay():
+    scheduler = CorrectedWeightDecay(sgd(), max_lr=0.05)
+    assert decays(scheduler.optimizer) == pytest.approx([2 * INITIAL], **CLOSE)
 
 
 STATE = cosine(sgd()).state_dict()
@@ -245,6 +303,11 @@ BAD_ARGUMENTS = [
     (lambda: LambdaWeightDecay(sgd(), lambda epoch: -1.0), ValueError,
      "LambdaWeightDecay.step: weight_decay of group 0 must be finite and at least 0, got -0.3 for "
      "epoch 0"),
+    (lambda: CorrectedWeightDecay(sgd(groups=3), [0.1, None]), ValueError,
+     "CorrectedWeightDecay: max_lr must be one number, or one for each of 3 groups, got 2"),
+    *((partial(CorrectedWeightDecay, sgd(), wrong), ValueError,
+       f"CorrectedWeightDecay: max_lr must be finite and above 0, got {wrong!r}")
+      for wrong in (0.0, -0.1, math.nan, math.inf, None, True, "1e-3", [0.0])),
     (lambda: amp_ext.optim.WeightDecayScheduler(sgd()), TypeError, "abstract"),
 ]  # fmt: skip
 
