@@ -120,6 +120,8 @@ def test_a_wrong_option_is_refused_wherever_it_comes_from(name, option, value, w
     rows({key: row for key, row in {**ANYWHERE, **IN_GROUPS}.items() if row[1] not in UNUSED}),
 )
 def test_a_step_refuses_what_a_loop_wrote(name, option, value, wanted, got, scaled):
+    if isinstance(value, numpy.ndarray):
+        value = numpy.ones(2)  # numpy before 2.4 converts an array of one element to a number
     params = make_params(F32)
     optimizer = ours(name)([{"params": params[:1]}, {"params": params[1:]}])
     if option in ("max_grad_norm", "skip_nonfinite") and got != "'no'":
