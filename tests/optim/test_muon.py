@@ -77,7 +77,7 @@ def all_bits(optimizer: Muon) -> list[Tensor]:
 def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
     assert len(ones) == len(others)
     for one, other in zip(ones, others, strict=True):
-        same_bits(one, other)
+        assert same_bits(one, other)
 
 
 def rms(tensor: Tensor) -> float:
@@ -238,9 +238,9 @@ def test_gradients_of_any_size_give_an_update(size, eps):
         torch.optim.Muon(theirs, **options).step()
         torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=1e-12)
     elif size == 0.0:
-        same_bits(mine[0].detach(), before)
+        assert same_bits(mine[0].detach(), before)
     else:
-        same_bits(mine[0].detach(), unit[0].detach())
+        assert same_bits(mine[0].detach(), unit[0].detach())
     assert optimizer.skipped_matrices.item() == 0
 
 
@@ -348,9 +348,9 @@ def test_kernels_of_convolutions_are_one_matrix_or_a_batch_of_matrices():
             optimizer.step()
         return [param.detach() for param in params]
 
-    flat = stepped([Parameter(kernel.flatten(1))], lambda grad: [grad.flatten(1)])
+    flat = stepped([Parameter(kernel.flatten(1).clone())], lambda grad: [grad.flatten(1)])
     whole = stepped([Parameter(kernel.clone())], lambda grad: [grad], flatten=True)
-    same_bits(whole[0].flatten(1), flat[0])
+    assert same_bits(whole[0].flatten(1), flat[0])
     last = {"memory_format": torch.channels_last}
     channels_last = stepped(
         [Parameter(kernel.clone(**last))], lambda grad: [grad.clone(**last)], flatten=True
@@ -361,7 +361,7 @@ def test_kernels_of_convolutions_are_one_matrix_or_a_batch_of_matrices():
         [Parameter(each) for each in kernel.flatten(0, 1).clone()],
         lambda grad: [*grad.flatten(0, 1)],
     )
-    same_bits(batch[0].flatten(0, 1), torch.stack(singles))
+    assert same_bits(batch[0].flatten(0, 1), torch.stack(singles))
 
 
 # Scaler, clipping, skips.
@@ -408,9 +408,9 @@ def test_groups_of_adamw_have_the_bits_of_adamw(clips):
         if clips:
             torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
         else:
-            same_bits(param.detach(), twin.detach())
+            assert same_bits(param.detach(), twin.detach())
             for key, value in adamw.state[twin].items():
-                same_bits(optimizer.state[param][key], value)
+                assert same_bits(optimizer.state[param][key], value)
 
 
 @pytest.mark.parametrize("where", ["hidden", "others"])
@@ -461,7 +461,7 @@ def test_nonfinite_elements_count_as_zero_with_skip_nonfinite():
         twins[0].grad[2, 3] = twins[0].grad[5, 1] = 0.0
         mine.step()
         other.step()
-    same_bits(params[0].detach(), twins[0].detach())
+    assert same_bits(params[0].detach(), twins[0].detach())
 
 
 @pytest.mark.usefixtures("place")
@@ -474,8 +474,8 @@ def test_a_matrix_whose_iteration_diverges_is_left_and_counted():
     params[1].grad.zero_()
     optimizer.step()
     assert optimizer.skipped_matrices.item() == 2
-    same_bits(params[0].detach(), before[0])
-    same_bits(params[2].detach(), before[2])
+    assert same_bits(params[0].detach(), before[0])
+    assert same_bits(params[2].detach(), before[2])
     torch.testing.assert_close(params[1].detach(), before[1] * (1 - LR * 0.5))
 
 
