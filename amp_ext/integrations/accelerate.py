@@ -111,10 +111,13 @@ def _clip_grad_norm_(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Clips as Accelerate does; if the limit is inf, only measures norms of float16 gradients."""
+    """Clips as Accelerate does, but only measures float16 gradients if the limit is inf.
+
+    Released gradients are none, and their norm is 0: Accelerate would call ``unscale_``.
+    """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
-    if max_norm == math.inf and norm_type == 2 and torch.float16 in dtypes:
+    if max_norm == math.inf and norm_type == 2 and (torch.float16 in dtypes or not dtypes):
         norm = measure_grad_norm(params, math.inf)
         return norm / accelerator.scaler.scale(torch.ones_like(norm))
     clip = type(accelerator).clip_grad_norm_

@@ -173,3 +173,22 @@ def test_muon_gets_its_groups_as_params(tmp_path):
         f"{layer}{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
     assert not any(torch.equal(before[name], model.get_parameter(name)) for name in stepped)
+
+
+class Release(transformers.TrainerCallback):
+    """Releases the gradients of the optimizer that the trainer has made."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        amp_ext.optim.release_gradients(getattr(optimizer, "optimizer", optimizer), self.scaler)
+
+
+def test_released_gradients_train_in_fp16_as_others_do(tmp_path):
+    scaler = amp_ext.GradScaler("cpu", init_scale=64.0)
+    plain = make_trainer(tmp_path / "plain", clip=0.0, **with_class(amp_ext.optim.AdamW))
+    train(plain, amp_ext.GradScaler("cpu", init_scale=64.0))
+    options = {**with_class(amp_ext.optim.AdamW), "callbacks": [Release(scaler)]}
+    released = train(make_trainer(tmp_path / "released", clip=0.0, **options), scaler)
+    assert_close(released.model, plain.model, **SAME)
