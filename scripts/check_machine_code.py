@@ -40,7 +40,9 @@ REGISTERS = 65536
 THREADS = 2048
 REGISTERS_AT_ONCE = 256  # granularity in which a warp allocates registers
 
-SPILLS_OF_FAST_PATH = 48  # bytes that a thread may store and load around the loops of the fast path
+# Bytes that a thread may store and load around the loops of the fast path, and of other kernels.
+SPILLS_OF_FAST_PATH, SPILLS_OF_OTHERS = 48, 16
+LEAST_BETWEEN_LOCAL = 250  # instructions of a loop for each that uses local memory
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 LABEL = re.compile(r"^(\.L_\w+):")
@@ -255,7 +257,9 @@ def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
 
 def faults(kernel: Kernel, row: Row) -> Iterator[str]:
     """Yields the faults of a kernel."""
-    if max(kernel.spills, kernel.stack) > (SPILLS_OF_FAST_PATH if kernel.is_fast else 0):
+    if max(kernel.spills, kernel.stack) > (
+        SPILLS_OF_FAST_PATH if kernel.is_fast else SPILLS_OF_OTHERS
+    ):
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
     blocks = kernel.blocks * kernel.threads // 256  # in units of 256 threads
     if blocks < row.blocks:
@@ -270,7 +274,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
     for loop in kernel.loops:
         local = [each.opcode for each in loop if each.is_local]
-        if local:
+        if len(local) * LEAST_BETWEEN_LOCAL > len(loop):
             yield f"a loop uses local memory: {', '.join(local)}"
 
 

@@ -200,7 +200,9 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, c
   constexpr bool kDecays = !kWritesUpdate<typename Functor::Hyperparameters>;
   const auto update_all = [&](auto is_cautious) {
     TensorConstants<Functor, T> known = constants;
-    if constexpr (kDecays) known.update.weight_decay.is_cautious = decltype(is_cautious)::value;
+    if constexpr (kDecays && !decltype(is_cautious)::value) {
+      known.update.weight_decay.other_factor = known.update.weight_decay.shrink_factor;
+    }
     for (int64_t i = 0; i < count; i += kLanes<T>) {
       if (i % kAsked == 0 && i + Arrays::kFarthest < rest) arrays.prefetch_ahead(i, kAsked);
       const V old_grad = arrays.grad.template load<V>(i);
@@ -231,7 +233,7 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, c
     }
   };
   bool is_cautious = false;
-  if constexpr (kDecays) is_cautious = constants.update.weight_decay.is_cautious;
+  if constexpr (kDecays) is_cautious = constants.update.weight_decay.is_cautious();
   if (is_cautious) {
     update_all(std::true_type());
   } else {
@@ -288,7 +290,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
       if (!has_formats<NumberFormats>(tile.args)) return false;
       if constexpr (kHasFastPath<Functor, NumberFormats>) {
         if (is_usual && has_usual_dither<NumberFormats>(tile.args)) {
-          if (constants.update.weight_decay.is_cautious) {
+          if (constants.update.weight_decay.is_cautious()) {
             fast_step_tile_of<Arrays<NumberFormats>, true>(constants, tile);
           } else {
             fast_step_tile_of<Arrays<NumberFormats>, false>(constants, tile);

@@ -2,7 +2,6 @@
 // votes before it stores: if one element is unusual, the general code updates the whole warp.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "cuda/number.cuh"
@@ -318,7 +317,8 @@ struct FastConstants {
 
   template <typename Constants>
   __device__ static FastConstants of(const Constants& general, uint32_t place_bits) {
-    return {general.update, general.grad_factor * general.direction, general.step, place_bits};
+    return {general.update.template usual<false>(), general.grad_factor * general.direction,
+            general.step, place_bits};
   }
 };
 
@@ -383,27 +383,18 @@ struct FastPath<Functor, Arrays, std::integer_sequence<int, index...>> {
     float params[kCount];
     float buffers[NumberFormats::kArraySize][kCount];
     [[maybe_unused]] float roots[kCount];
-    const auto update_all = [&](auto is_cautious) {
-      const Functor functor = constants.update.template usual<decltype(is_cautious)::value>();
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        params[i] = packs.param.get(i);
-        ((buffers[index][i] = get_buffer<index>(packs, i, constants.place_bits)), ...);
-        const float grad = packs.grad.get(i) * constants.grad_factor;
-        if constexpr (NumberFormats::kRoot >= 0) {
-          roots[i] = functor.template fast_update<Seeds, kDivision>(grad, params[i],
-                                                                    buffers[index][i]..., unusual);
-        } else {
-          functor.template fast_update<Seeds, kDivision>(grad, params[i], buffers[index][i]...,
-                                                         unusual);
-        }
+    for (int i = 0; i < kCount; ++i) {
+      params[i] = packs.param.get(i);
+      ((buffers[index][i] = get_buffer<index>(packs, i, constants.place_bits)), ...);
+      const float grad = packs.grad.get(i) * constants.grad_factor;
+      if constexpr (NumberFormats::kRoot >= 0) {
+        roots[i] = constants.update.template fast_update<Seeds, kDivision>(
+            grad, params[i], buffers[index][i]..., unusual);
+      } else {
+        constants.update.template fast_update<Seeds, kDivision>(grad, params[i],
+                                                                buffers[index][i]..., unusual);
       }
-    };
-    // Two loops, so that steps without cautious decay have none of its instructions.
-    if (constants.update.weight_decay.is_cautious) {
-      update_all(std::true_type());
-    } else {
-      update_all(std::false_type());
     }
     const auto word_of = [&](uint32_t stride) { return phase + constants.step * stride; };
     bool is_unusual = unusual.is_found();

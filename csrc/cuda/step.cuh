@@ -485,7 +485,9 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     if (!has_formats<typename Arrays::NumberFormats>(args)) continue;
     ++had;
     if constexpr (kFast) {
-      if (!Functor::has_fast_path(hyperparameters[args.group])) continue;
+      // With cautious decay, the fast path would need more registers than there are.
+      const auto& group = hyperparameters[args.group];
+      if (group.cautious_weight_decay || !Functor::has_fast_path(group)) continue;
       if (!FastPath<Functor, Arrays>::takes(args)) continue;
     } else if (launch_of_all.is_launched[i]) {
       continue;

@@ -12,18 +12,21 @@ namespace amp_ext {
 template <typename T>
 struct WeightDecay {
   bool is_coupled;
-  bool is_cautious;
   T coupled;        // weight_decay, or 0 when decoupled
   T shrink_factor;  // 1 - lr * weight_decay, or 1 when coupled
+  T other_factor;   // of elements that the update moves away from 0; 1 when cautious
 
   static AMP_EXT_INLINE WeightDecay for_tensor(const CommonHyperparameters& hyperparameters,
                                                double lr) {
     const double decay = hyperparameters.weight_decay;
     const bool decoupled = hyperparameters.decoupled_weight_decay;
     const T coupled = static_cast<T>(decoupled ? 0.0 : decay);
-    return {coupled != T(0), hyperparameters.cautious_weight_decay, coupled,
-            static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0)};
+    const T factor = static_cast<T>(decoupled ? 1.0 - lr * decay : 1.0);
+    return {coupled != T(0), coupled, factor,
+            hyperparameters.cautious_weight_decay ? T(1) : factor};
   }
+
+  AMP_EXT_INLINE bool is_cautious() const { return other_factor != shrink_factor; }
 
   // Adds coupled decay to the gradient.
   template <typename V>
@@ -36,16 +39,14 @@ struct WeightDecay {
   // from the parameter. Signs are compared, because the product of small numbers would be 0.
   template <typename V>
   AMP_EXT_INLINE V shrunk(V param, V update) const {
-    const V shrunk = param * shrink_factor;
-    if (!is_cautious) return shrunk;
-    const auto moves_away = select(param < 0, -update, update) < 0;
-    return select(moves_away, param, shrunk);
+    const auto moves_away = ((param < 0) & (update > 0)) | ((param > 0) & (update < 0));
+    return param * select(moves_away, V{} + other_factor, V{} + shrink_factor);
   }
 
-  // Returns a copy whose flags are known at compile time, without coupled decay.
+  // Returns a copy without coupled decay, and without the comparison unless decay is cautious.
   template <bool kIsCautious>
   AMP_EXT_INLINE WeightDecay usual() const {
-    return {false, kIsCautious, T(0), shrink_factor};
+    return {false, T(0), shrink_factor, kIsCautious ? other_factor : shrink_factor};
   }
 };
 
