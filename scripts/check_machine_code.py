@@ -257,9 +257,8 @@ def row_of(kernel: Kernel, rows: list[Row]) -> Row | None:
 
 def faults(kernel: Kernel, row: Row) -> Iterator[str]:
     """Yields the faults of a kernel."""
-    if max(kernel.spills, kernel.stack) > (
-        SPILLS_OF_FAST_PATH if kernel.is_fast else SPILLS_OF_OTHERS
-    ):
+    spills = SPILLS_OF_FAST_PATH if kernel.is_fast else SPILLS_OF_OTHERS
+    if max(kernel.spills, kernel.stack) > spills:
         yield f"spills {kernel.spills} bytes, has {kernel.stack} bytes of stack"
     blocks = kernel.blocks * kernel.threads // 256  # in units of 256 threads
     if blocks < row.blocks:

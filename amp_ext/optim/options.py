@@ -230,7 +230,7 @@ _ALL_OPTIONS = [each for described in DESCRIPTIONS.values() for each in describe
 #: flags that our optimizers refuse, such as "differentiable".
 NAMES_OF_OPTIONS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS)]
 CONFIGURED_OPTIONS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS if each.on_load == "kept")]
-OPTIONAL = [*CONFIGURED_OPTIONS, "cautious_weight_decay"]  # what files of any class may lack
+OPTIONAL = [*CONFIGURED_OPTIONS, "cautious_weight_decay"]  # options that files may lack
 REFUSED_FLAGS = [*dict.fromkeys(each.name for each in _ALL_OPTIONS if each.type == "refused flag")]
 
 

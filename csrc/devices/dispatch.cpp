@@ -42,7 +42,7 @@ bool asks_ahead() {
 // Returns the lines that setup.py and amp_ext.info print, too.
 std::string how_to_build_cuda() {
   const auto version = at::globalContext().hasCUDART() ? at::globalContext().versionCUDART() : 0;
-  const std::string release = c10::str(version / 1000, ".", version % 1000 / 10);  // of 13020: 13.2
+  const std::string release = c10::str(version / 1000, ".", version % 1000 / 10);  // 13020 is 13.2
   const std::string install =
       version < 13000
           ? "Install the toolkit of CUDA " + release + ", and set CUDA_HOME to its folder."

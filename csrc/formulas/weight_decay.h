@@ -14,7 +14,7 @@ struct WeightDecay {
   bool is_coupled;
   T coupled;        // weight_decay, or 0 when decoupled
   T shrink_factor;  // 1 - lr * weight_decay, or 1 when coupled
-  T other_factor;   // of elements that the update moves away from 0; 1 when cautious
+  T other_factor;   // factor if the update moves an element away from 0; 1 when cautious
 
   static AMP_EXT_INLINE WeightDecay for_tensor(const CommonHyperparameters& hyperparameters,
                                                double lr) {
