@@ -181,6 +181,25 @@ void round_finite_results(const T* results, int64_t count, Storage* stored) {
   }
 }
 
+// Whether decay depends on the direction of the update. Muon's first half has no decay.
+template <typename Functor>
+AMP_EXT_INLINE bool is_cautious(const Functor& update) {
+  if constexpr (kWritesUpdate<typename Functor::Hyperparameters>) {
+    return false;
+  } else {
+    return update.weight_decay.is_cautious();
+  }
+}
+
+// Returns constants of a step without cautious decay, which a compiler can see to be without.
+template <typename Functor, typename T>
+AMP_EXT_INLINE TensorConstants<Functor, T> without_caution(TensorConstants<Functor, T> constants) {
+  if constexpr (!kWritesUpdate<typename Functor::Hyperparameters>) {
+    constants.update.weight_decay.other_factor = constants.update.weight_decay.shrink_factor;
+  }
+  return constants;
+}
+
 // Updates `count` elements: whole vectors, at most kChunkSize if an array has to be rounded. May
 // prefetch the first `rest` elements.
 template <typename Arrays, typename Functor, typename T>
@@ -197,12 +216,8 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, c
   constexpr int64_t kAsked = kAskedFor<T, Arrays::kIsNative>;
   // Two loops, because a test for cautious decay in the loop would take up to 60 % of the time of
   // other steps.
-  constexpr bool kDecays = !kWritesUpdate<typename Functor::Hyperparameters>;
   const auto update_all = [&](auto is_cautious) {
-    TensorConstants<Functor, T> known = constants;
-    if constexpr (kDecays && !decltype(is_cautious)::value) {
-      known.update.weight_decay.other_factor = known.update.weight_decay.shrink_factor;
-    }
+    const auto known = decltype(is_cautious)::value ? constants : without_caution(constants);
     for (int64_t i = 0; i < count; i += kLanes<T>) {
       if (i % kAsked == 0 && i + Arrays::kFarthest < rest) arrays.prefetch_ahead(i, kAsked);
       const V old_grad = arrays.grad.template load<V>(i);
@@ -232,9 +247,7 @@ AMP_EXT_INLINE void update_chunk(const TensorConstants<Functor, T>& constants, c
       for (int k = 0; k < kBuffers; ++k) store(buffers[k] + i, elements[k]);
     }
   };
-  bool is_cautious = false;
-  if constexpr (kDecays) is_cautious = constants.update.weight_decay.is_cautious();
-  if (is_cautious) {
+  if (is_cautious(constants.update)) {
     update_all(std::true_type());
   } else {
     update_all(std::false_type());
@@ -290,11 +303,7 @@ void step_tile_among(Combinations<Each...>, const TensorConstants<Functor, T>& c
       if (!has_formats<NumberFormats>(tile.args)) return false;
       if constexpr (kHasFastPath<Functor, NumberFormats>) {
         if (is_usual && has_usual_dither<NumberFormats>(tile.args)) {
-          if (constants.update.weight_decay.is_cautious()) {
-            fast_step_tile_of<Arrays<NumberFormats>, true>(constants, tile);
-          } else {
-            fast_step_tile_of<Arrays<NumberFormats>, false>(constants, tile);
-          }
+          fast_step_tile_of<Arrays<NumberFormats>>(constants, tile);
           return true;
         }
       }

@@ -310,9 +310,8 @@ struct FastGroup {
   }
 };
 
-// Updates the elements of a tile. The fast path must support the tensor's options and dithering.
 template <typename Arrays, bool kIsCautious, typename Functor>
-void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
+void fast_step_tile_with(const TensorConstants<Functor, float>& constants, const Tile& tile) {
   TensorConstants<Functor, float> fast = constants;
   fast.update = constants.update.template usual<kIsCautious>();
   fast.grad_factor = constants.grad_factor * constants.direction;
@@ -339,6 +338,16 @@ void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const T
     offset += count;
   }
   if (end < tile.end) step_generally(end, tile.end);
+}
+
+// Updates the elements of a tile. The fast path must support the tensor's options and dithering.
+template <typename Arrays, typename Functor>
+void fast_step_tile_of(const TensorConstants<Functor, float>& constants, const Tile& tile) {
+  if (constants.update.weight_decay.is_cautious()) {
+    fast_step_tile_with<Arrays, true>(constants, tile);
+  } else {
+    fast_step_tile_with<Arrays, false>(constants, tile);
+  }
 }
 
 }  // namespace amp_ext::cpu::AMP_EXT_ISA
