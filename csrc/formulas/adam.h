@@ -91,12 +91,12 @@ struct Adam {
   AMP_EXT_INLINE float fast_update(float grad, float& param, float& exp_avg, float& exp_avg_sq,
                                    Unusual& unusual) const {
     update_moments(grad, param, exp_avg, exp_avg_sq);
-    const float numerator = step_size * exp_avg;
-    param = weight_decay.shrunk(param, numerator);
     // 2^-126 changes only a zero, whose root becomes 2^-63: negligible compared with eps.
     const float scaled = fused_multiply_add(exp_avg_sq, 0x1p64f, 0x1p-126f);
     const float root = root_from(scaled, Seeds::inverse_root(scaled));
     const float denominator = root * (inv_bias_correction2_sqrt * 0x1p-32f) + eps;
+    const float numerator = step_size * exp_avg;
+    param = weight_decay.shrunk(param, numerator);
     if constexpr (kDivision == Division::kExact) {
       param = param - numerator / denominator;
     } else {

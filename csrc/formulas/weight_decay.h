@@ -39,8 +39,8 @@ struct WeightDecay {
   // from the parameter. Signs are compared, because the product of small numbers would be 0.
   template <typename V>
   AMP_EXT_INLINE V shrunk(V param, V update) const {
-    const auto moves_away = ((param < 0) & (update > 0)) | ((param > 0) & (update < 0));
-    return param * select(moves_away, V{} + other_factor, V{} + shrink_factor);
+    const auto moves_away = select(param < 0, update, -update) > 0;  // either for a parameter of 0
+    return select(moves_away, param * other_factor, param * shrink_factor);
   }
 
   // Returns a copy without coupled decay, and without the comparison unless decay is cautious.
