@@ -47,12 +47,12 @@ UNUSUAL = FORMS[:3]
 Case = tuple[Step, float | None]  # a step, and the bytes that it moves if they are known
 
 
-def program_of(form: str, *params: Parameter) -> Program:
+def program_of(form: str, *params: Parameter, **more: bool) -> Program:
     """Returns the step of an optimizer that a row of ``FORMS`` names."""
     work = Work(form)
     options = {"master_weights": work.masters, "state_dtype": work.state_dtype}
     options |= {"momentum": 0.9} if work.optimizer == "SGD" else {}
-    optimizer = getattr(amp_ext.optim, work.optimizer)(params, lr=1e-3, **options)
+    optimizer = getattr(amp_ext.optim, work.optimizer)(params, lr=1e-3, **options, **more)
     return Program(list(params), optimizer, optimizer.step)
 
 
@@ -69,8 +69,8 @@ def copy() -> Case:
     return functools.partial(torch.empty_like(source).copy_, source), 2.0 * source.nbytes
 
 
-def whole(form: str) -> Case:
-    program = program_of(form, drawn(form, ELEMENTS // 1024, 1024))
+def whole(form: str, **more: bool) -> Case:
+    program = program_of(form, drawn(form, ELEMENTS // 1024, 1024), **more)
     program.step()  # creates the states
     return program.step, bytes_of(Work(form), program)[1] * ELEMENTS
 
@@ -110,6 +110,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     for form in FORMS:
         yield form, functools.partial(whole, form)
     for form in UNUSUAL:
+        yield f"{form}: cautious", functools.partial(whole, form, cautious_weight_decay=True)
         yield f"{form}: dead rows", functools.partial(rows_without_gradients, form, False)
         yield f"{form}: pruned", functools.partial(rows_without_gradients, form, True)
         yield f"{form}: misaligned", functools.partial(misaligned, form)

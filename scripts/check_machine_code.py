@@ -12,8 +12,8 @@ main loops of a kernel are the innermost loops in which a thread moves 128 bits 
 has fewer main loops than the table says, the compiler has narrowed the accesses of a loop. In a
 main loop, each access to global memory must have 128 bits, except one load and one store of each
 8-bit array (residuals, codes, exponents). No innermost loop may access local memory (spilled
-registers). Around its loops, which a thread enters once per tile, the fast path of a step may save
-a few registers.
+registers), except that the fast path of a step may load one constant that has no register. Around
+its loops, which a thread enters once per tile, a kernel may save a few registers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ THREADS = 2048
 REGISTERS_AT_ONCE = 256  # granularity in which a warp allocates registers
 
 # Bytes that a thread may store and load around the loops of the fast path, and of other kernels.
-SPILLS_OF_FAST_PATH, SPILLS_OF_OTHERS = 48, 16
-LEAST_BETWEEN_LOCAL = 250  # instructions of a loop for each that uses local memory
+SPILLS_OF_FAST_PATH, SPILLS_OF_OTHERS = 48, 12
 
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(?:(@!?U?P\w+)\s+)?([\w.]+)\s*(.*?)\s*;")
 LABEL = re.compile(r"^(\.L_\w+):")
@@ -209,8 +208,7 @@ def parse(listing: str, architecture: str) -> list[Kernel]:
     signatures = printed_by(["c++filt"], "\n".join(each.symbol for each in kernels)).splitlines()
     for kernel, signature in zip(kernels, signatures, strict=True):
         kernel.name, kernel.threads, kernel.arrays_of_bytes = name_of(signature)
-        is_fast = ", true>(" in signature.replace("(bool)1", "true")
-        kernel.is_fast = is_fast and "step_kernel<" in signature
+        kernel.is_fast = re.search(r"StepPath\)[1-9]>\(", signature) is not None
         kernel.loops = loops_of(kernel.code, kernel.labels)
     return kernels
 
@@ -273,7 +271,7 @@ def faults(kernel: Kernel, row: Row) -> Iterator[str]:
             yield f"a main loop moves less than 128 bits at once: {', '.join(narrow)}"
     for loop in kernel.loops:
         local = [each.opcode for each in loop if each.is_local]
-        if len(local) * LEAST_BETWEEN_LOCAL > len(loop):
+        if len(local) > kernel.is_fast:
             yield f"a loop uses local memory: {', '.join(local)}"
 
 

@@ -315,9 +315,9 @@ struct FastConstants {
   uint32_t step;
   uint32_t place_bits;  // RatioCode::kPlaceBits, hidden from the compiler (see BlockState)
 
-  template <typename Constants>
+  template <bool kIsCautious, typename Constants>
   __device__ static FastConstants of(const Constants& general, uint32_t place_bits) {
-    return {general.update.template usual<false>(), general.grad_factor * general.direction,
+    return {general.update.template usual<kIsCautious>(), general.grad_factor * general.direction,
             general.step, place_bits};
   }
 };

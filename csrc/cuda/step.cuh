@@ -323,10 +323,14 @@ struct StepArguments {
   uint32_t* block_counter;  // null if the kernel has no step to count
 };
 
+// The code that updates a tensor: for all options and values, or for usual ones. Cautious decay has
+// a fast path of its own, because its comparison would cost other steps time and registers.
+enum class StepPath { kGeneral, kFast, kFastCautious };
+
 // Updates the elements [begin, end) of a tensor by the fast path; each warp has its own packs. The
 // general code then updates the packs with unusual numbers, and up to 31 elements after the last
 // multiple of 32.
-template <typename Functor, typename Shape, typename Arrays, typename Constants>
+template <typename Functor, typename Shape, bool kIsCautious, typename Arrays, typename Constants>
 __device__ __forceinline__ void update_by_fast_path(const Arrays& arrays,
                                                     const Constants& constants, uint32_t place_bits,
                                                     int64_t begin, int64_t end) {
@@ -334,7 +338,7 @@ __device__ __forceinline__ void update_by_fast_path(const Arrays& arrays,
   constexpr int kOfWarp = 32 * Path::kCount;
   constexpr int kStride = Shape::kThreads * Path::kCount;
   static_assert(Shape::kTileSize / kStride <= 32, "a bit for each pack of a thread");
-  const auto fast = FastConstants<Functor>::of(constants, place_bits);
+  const auto fast = FastConstants<Functor>::template of<kIsCautious>(constants, place_bits);
   const auto lane = static_cast<int32_t>(threadIdx.x % 32);
   const auto first = static_cast<int32_t>(threadIdx.x / 32) * kOfWarp;
   const auto count = static_cast<int32_t>(end - begin);
@@ -386,7 +390,7 @@ struct BlockState {
   bool skip;
 };
 
-template <typename Functor, typename Arrays, typename Shape, bool kFast>
+template <typename Functor, typename Arrays, typename Shape, StepPath kPath>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     step_kernel(const StepArguments<Functor, Arrays, Shape> __grid_constant__ arguments) {
   using Constants = TensorConstants<Functor, typename Arrays::T>;
@@ -405,7 +409,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
       *arguments.step_applied = decision.step_applied();
     block.skip = decision.skip;
     if (!decision.skip) block.constants = Constants::make(group, lr, step, decision);
-    if constexpr (kFast) block.place_bits = RatioCode::kPlaceBits;
+    if constexpr (kPath != StepPath::kGeneral) block.place_bits = RatioCode::kPlaceBits;
   }
   __syncthreads();
   if (block.skip) return;
@@ -429,8 +433,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
               constants, index, Shape::kThreads * kCount);
         });
   };
-  if constexpr (kFast) {
-    update_by_fast_path<Functor, Shape>(arrays, constants, block.place_bits, begin, end);
+  if constexpr (kPath != StepPath::kGeneral) {
+    update_by_fast_path<Functor, Shape, kPath == StepPath::kFastCautious>(
+        arrays, constants, block.place_bits, begin, end);
   } else if constexpr (Arrays::kMayDither) {
     if (Arrays::has_usual_dither(arrays.dithered)) {
       update_all(std::integral_constant<Dithers, Arrays::kUsually>());
@@ -449,10 +454,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   }
 }
 
-// Steps tensors that have these number formats: with kFast, those that the fast path supports,
-// otherwise those that are not launched yet. Returns an error code. Adds the number of tensors with
+// Steps tensors that have these number formats: those that a fast path supports, or generally
+// those that are not launched yet. Returns an error code. Adds the number of tensors with
 // these formats to `had`, and the number of stepped tensors to `launched`.
-template <typename Functor, typename Arrays, typename Shape, bool kFast>
+template <typename Functor, typename Arrays, typename Shape, StepPath kPath>
 int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaStream_t stream,
                 int64_t& launched, int64_t& had) {
   using Arguments = StepArguments<Functor, Arrays, Shape>;
@@ -471,7 +476,7 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     arguments.block_counter = nullptr;
   };
   const auto flush = [&]() -> int {
-    const int error = launch(step_kernel<Functor, Arrays, Shape, kFast>, arguments.table.blocks(),
+    const int error = launch(step_kernel<Functor, Arrays, Shape, kPath>, arguments.table.blocks(),
                              Shape::kThreads, stream, arguments);
     if (error != 0) return error;
     for (int k = 0; k < arguments.table.count; ++k) launch_of_all.is_launched[in_table[k]] = true;
@@ -484,10 +489,10 @@ int launch_step(const StepLaunch& launch_of_all, uint32_t* block_counter, cudaSt
     const KernelTensorArgs& args = launch_of_all.all_args[i];
     if (!has_formats<typename Arrays::NumberFormats>(args)) continue;
     ++had;
-    if constexpr (kFast) {
-      // With cautious decay, the fast path would need more registers than there are.
+    if constexpr (kPath != StepPath::kGeneral) {
       const auto& group = hyperparameters[args.group];
-      if (group.cautious_weight_decay || !Functor::has_fast_path(group)) continue;
+      if (group.cautious_weight_decay != (kPath == StepPath::kFastCautious)) continue;
+      if (!Functor::has_fast_path(group)) continue;
       if (!FastPath<Functor, Arrays>::takes(args)) continue;
     } else if (launch_of_all.is_launched[i]) {
       continue;
@@ -530,14 +535,19 @@ int step_combination(const StepLaunch& launch, int64_t first, uint32_t* block_co
     int64_t had = 0;
     if constexpr (kHasFastPath<Functor<T>, Each>) {
       const int64_t before = launched;
+      using Fast = FastShape<Functor, Each>;
       if (launch.may_take_fast_path && !launch.inputs.skip_nonfinite) {
-        const int error = launch_step<Functor<T>, Each, FastShape<Functor, Each>, true>(
-            launch, block_counter, stream, launched, had);
-        if (error != 0 || launched - before == had) return error;
+        for (const auto step_fast :
+             {launch_step<Functor<T>, Each, Fast, StepPath::kFast>,
+              launch_step<Functor<T>, Each, Fast, StepPath::kFastCautious>}) {
+          had = 0;
+          const int error = step_fast(launch, block_counter, stream, launched, had);
+          if (error != 0 || launched - before == had) return error;
+        }
       }
     }
-    return launch_step<Functor<T>, Each, Shape, false>(launch, block_counter, stream, launched,
-                                                       had);
+    return launch_step<Functor<T>, Each, Shape, StepPath::kGeneral>(launch, block_counter, stream,
+                                                                    launched, had);
   }
 }
 

@@ -45,6 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scale-2^-149": {"grad_scale": 2.0**-149},
     "scale-2^127": {"grad_scale": 2.0**127},
     "clipped-to-0": {"max_grad_norm": 1e-300, "sum_of_squares": 1e8, "grad_norm": 0.0},
+    "cautious": {
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+        "cautious_weight_decay": True,
+    },
 }
 
 # The operation, its options, the dtypes, the bits of a split master and the code of the moments.

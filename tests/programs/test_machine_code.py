@@ -62,8 +62,8 @@ def test_a_kernel_that_does_what_its_row_says_has_no_fault():
     ("table", "described", "wanted"),
     [
         ("step* | * | 5 | 1", {}, "64 registers allow 4 blocks on a multiprocessor, not 5"),
-        (ROW, {"spills": 20}, "spills 20 bytes"),
-        (ROW, {"stack": 24}, "24 bytes of stack"),
+        (ROW, {"spills": 16}, "spills 16 bytes"),
+        (ROW, {"stack": 16}, "16 bytes of stack"),
         (ROW, {"is_fast": True, "spills": 52}, "spills 52 bytes"),
         ("step* | * | 4 | 2", {}, "128 bits are moved at once in 1 innermost loops, not in 2"),
         ("look* | * | 4 | 1\nstep* | sm_80 | 4 | 1", {}, "no row of the table has this kernel"),
