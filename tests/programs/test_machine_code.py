@@ -89,6 +89,17 @@ def test_a_slow_instruction_in_a_loop_is_refused(before, after, wanted):
     assert wanted in fault
 
 
+def test_the_fast_path_may_load_one_constant_in_a_loop_and_store_nothing_in_local_memory():
+    def loop_with(*codes: str) -> str:
+        return LISTING.replace("FMUL R4, R4, R8", " ;\n/*0050*/ ".join(codes))
+
+    load, store = "LDL R4, [R1]", "STL [R1], R4"
+    assert faults_of(ROW, loop_with(load), is_fast=True) == []
+    for codes in ([store], [load, load], [load, store]):
+        (fault,) = faults_of(ROW, loop_with(*codes), is_fast=True)
+        assert "a loop uses local memory" in fault
+
+
 def test_a_called_function_does_not_hide_what_its_caller_spills():
     (kernel,) = CHECK["parse"](LISTING, "sm_90")
     log = """Compiling entry function '_Z4stepPf' for 'sm_90'
