@@ -20,26 +20,26 @@ python=${PYTHON:-.venv/bin/python}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
+# Architectures that nvcc doesn't know are left out: 100 needs CUDA 12.8.
 known=$(nvcc --list-gpu-arch)
-architectures=
+architectures=()
 for number in ${ARCHITECTURES:-80 90 100}; do
-  # Skips architectures that nvcc doesn't know: 100 needs CUDA 12.8.
-  ! grep -qx "compute_$number" <<< "$known" ||
-    architectures+=" -gencode=arch=compute_$number,code=sm_$number"
+  ! grep -qx "compute_$number" <<< "$known" || architectures+=("sm_$number")
 done
 
 # The flags are those of setup.py and PyTorch, except for the oldest supported language standard.
 compile() {
-  nvcc -c "$1" -o "$2/$(basename "$1").o" -Icsrc -Icsrc/include -std=c++17 -O3 -fmad=false $3 \
+  local compiled=$3/$(basename "$1" .cu).$2
+  nvcc -cubin "-arch=$2" "$1" -o "$compiled.cubin" -Icsrc -Icsrc/include -std=c++17 -O3 -fmad=false \
     -DAMP_EXT_WITH_CUDA=1 --expt-relaxed-constexpr -Xptxas -v -Werror all-warnings \
     -D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ \
-    -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__ \
-    --keep --keep-dir "$2" > "$2/$(basename "$1").log" 2>&1 || {
-    cat "$2/$(basename "$1").log" >&2
+    -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__ > "$compiled.log" 2>&1 || {
+    cat "$compiled.log" >&2
     return 1
   }
 }
 export -f compile
-printf '%s\0' csrc/cuda/*.cu |
-  xargs -0 -P "${MAX_JOBS:-$(nproc)}" -I{} bash -c 'compile "$@"' _ {} "$out" "$architectures"
+for architecture in "${architectures[@]}"; do
+  printf "%s\0$architecture\0$out\0" csrc/cuda/*.cu
+done | xargs -0 -n 3 -P "${MAX_JOBS:-$(nproc)}" bash -c 'compile "$@"' _
 "$python" scripts/check_machine_code.py "$out"
