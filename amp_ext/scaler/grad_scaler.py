@@ -159,7 +159,9 @@ class GradScaler(torch.amp.GradScaler):
     @_disable_dynamo
     def _note_scaled_loss(self) -> None:
         """Remembers unscaled gradients, because those that change now may carry the scale again."""
-        for state in self._per_optimizer_states.values():
+        for key, state in [*self._per_optimizer_states.items()]:
+            if "is_counted" in state:
+                del self._per_optimizer_states[key]  # of an earlier iteration
             state.pop("unscaled", None)
             optimizer = _optimizer_of(state)
             if (
@@ -342,6 +344,9 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, without waiting for a GPU.
 
+        An optimizer whose gradients are unscaled may step after the update, until the next
+        :meth:`scale`, if ``new_scale`` is None. Torch's scaler would unscale them again.
+
         Args:
             new_scale: Sets the scale to this value instead of adjusting it after overflows: a
                 number, or a tensor of one element.
@@ -354,6 +359,14 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         states, found_infs, scanned = self._per_optimizer_states, [], []
+        unscaled = {
+            key: state
+            for key, state in states.items()
+            if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]
+        }
+        for key, state in unscaled.items():
+            if "is_counted" in state:
+                del states[key]
         once = {id(state): (key, state) for key, state in states.items()}  # wrappers share states
         for key, state in once.values():
             scan = state.get("scan")
@@ -369,6 +382,10 @@ class GradScaler(torch.amp.GradScaler):
             super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
             rules["dynamic"] = False  # the flags only count
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        if new_scale is None:
+            for state in unscaled.values():
+                state["is_counted"] = True
+            self._per_optimizer_states.update(unscaled)
         self._last_states, self._last_state_of = states, self._last_state_of | states
         if not found_infs or not is_ours:
             return

@@ -164,6 +164,18 @@ def test_each_of_two_optimizers_answers_for_itself():
     torch.testing.assert_close(params[1].detach(), torch.ones(3))
 
 
+def test_clipping_unscales_the_gradients_of_two_optimizers_once():
+    accelerator = make_accelerator()
+    use_scaler(accelerator, amp_ext.GradScaler("cpu", init_scale=1024.0))
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizers = accelerator.prepare(*(amp_ext.optim.SGD([param], lr=1.0) for param in params))
+    accelerator.backward(params[0].sum() + 4.0 * params[1].sum())
+    accelerator.clip_grad_norm_(params, 100.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [param[0].item() for param in params] == [-1.0, -4.0]
+
+
 def test_the_numbers_of_grad_scaler_kwargs_hold_for_our_scaler():
     handler = accelerate.utils.GradScalerKwargs(init_scale=512.0, growth_interval=3)
     accelerator = make_accelerator(kwargs_handlers=[handler])

@@ -482,6 +482,48 @@ def test_a_gradient_that_another_optimizer_has_unscaled_is_refused(make, has_ste
     scaler.update()
 
 
+# Two optimizers, as in libraries that unscale both and update after each step.
+
+
+@cases.clean_or_overflow
+@every_sgd
+def test_an_optimizer_that_steps_after_an_update_divides_its_gradients_once(make, value, device):
+    """Torch's scaler divides them again, by a scale that may have grown."""
+    first, second = filled(8.0, device, make), filled(value, device, make)
+    scaler = ready(device, growth_interval=1)
+    scaler.unscale_(first)
+    scaler.unscale_(second)
+    scaler.step(first)
+    scaler.update()
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called"):
+        scaler.unscale_(second)
+    scaler.step(second)
+    scaler.update()
+    is_finite = value < INF
+    assert values(first) == [0.0] * 3
+    assert values(second) == [0.5 if is_finite else 1.0] * 3
+    assert scaler.get_scale() == 4.0 * (4.0 if is_finite else 0.25)
+    assert scaler.last_step_skipped(first) is False
+    assert scaler.last_step_skipped(second) is not is_finite
+
+
+@every_sgd
+def test_an_update_counts_unscaled_gradients_once_and_the_next_loss_forgets_them(make, device):
+    optimizer, scaler = filled(INF, device, make), ready(device)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    with pytest.raises(AssertionError, match=r"^No inf checks were recorded prior to update"):
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    scaler.unscale_(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    of_loss(optimizer, scaler)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert values(optimizer) == [0.5] * 3
+
+
 # Libraries that unscale before each step, as docs/clients.md describes them.
 
 

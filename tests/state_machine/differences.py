@@ -14,6 +14,7 @@ MODELLED = {
     "a named parameter at another position in the file",
     "numpy numbers in groups, in `state_dict`",
     "`unscale_` of a wrapper and `step` of the optimizer inside, or the reverse",
+    "`unscale_` of two optimizers, then `update` between their steps",
     "`load_state_dict` of an optimizer",
     "a wrapper that exposes `_step_supports_amp_scaling` of a fused optimizer, in `scaler.step`",
 }

@@ -202,6 +202,7 @@ class Loops(RuleBasedStateMachine):
         self.did("backward")
 
     def scale_a_loss(self, scalers: Scalers) -> float:
+        scalers.forget_counted()
         for sides in self.all:
             state = scalers.state_of(sides) if self.scalers_of(sides) is scalers else None
             if state is not None and state["stage"] is UNSCALED and sides.noted is None:

@@ -400,7 +400,22 @@ class Scalers:
         if mine is None or twin is None or self.kind != "torch":
             assert type(mine) is type(twin), f"ours: {mine!r}, torch: {twin!r}"
 
+    def forget_counted(self) -> None:
+        """Lets torch's scaler forget the unscaled gradients that an update has counted, as ours."""
+        if self.enabled:
+            states = self.twin._per_optimizer_states
+            for key in [k for k, s in states.items() if s["stage"] is UNSCALED and "counted" in s]:
+                del states[key]
+
     def update(self, new_scale: float | None, sides: Sides | None = None) -> bool:
+        unscaled = {}
+        if self.enabled and self.kind != "torch" and new_scale is None:
+            unscaled = {
+                key: state
+                for key, state in self.twin._per_optimizer_states.items()
+                if state["stage"] is UNSCALED and state["found_inf_per_device"]
+            }
+        self.forget_counted()
         # Read before: torch adds the flags of all optimizers to that of the first.
         flags = [] if sides is None else [flag > 0 for flag in self.flags_of(sides).values()]
         skipped = [
@@ -410,6 +425,9 @@ class Scalers:
         self.assert_same_error(*errors)
         if errors[0] is not None:
             return False
+        for key, state in unscaled.items():
+            state["counted"] = True
+            self.twin._per_optimizer_states[key] = state
         if self.limits:
             self.twin._scale.clamp_(self.limits["min_scale"], self.limits["max_scale"])
         if self.enabled and self.kind != "torch" and skipped and new_scale is None:

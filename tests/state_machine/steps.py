@@ -225,6 +225,8 @@ class Step:
         if sees_late and self.has_late_grads():
             self.differs("a gradient that is added between `unscale_` and `step`")
             return RuntimeError("refused by our side alone")
+        if scalers is not None and "counted" in (scalers.state_of(sides) or {}):
+            self.differs("`unscale_` of two optimizers, then `update` between their steps")
         hook = sides.twin.register_step_pre_hook(self._before_torchs_step)
         try:
             if scalers is None:
