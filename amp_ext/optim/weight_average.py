@@ -31,6 +31,7 @@ from amp_ext.sharding import (
     local_tensor,
 )
 
+_DTYPE_OF = operator.attrgetter("dtype")
 _NO_RESIDUAL = torch.empty(0)
 Lists = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their averages
 
@@ -208,8 +209,10 @@ class WeightAverage:
             if are_sharded:
                 offsets = [global_offset(param) if is_dtensor(param) else 0 for param in params]
             residuals: list[Tensor] | None = None
-            # States usually have the order of the parameters; a lookup of each costs more.
-            entries = itertools.chain(states.items(), itertools.repeat((None, None)))
+            entries: Any = ()  # where no parameter can have a master
+            if not RESIDUAL_KEYS.keys().isdisjoint(map(_DTYPE_OF, params)):
+                # States usually have the order of the parameters; a lookup of each costs more.
+                entries = itertools.chain(states.items(), itertools.repeat((None, None)))
             for index, (param, (owner, state)) in enumerate(zip(params, entries, strict=False)):
                 if owner is not param:
                     state = states.get(param)
