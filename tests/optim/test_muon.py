@@ -103,8 +103,9 @@ def assert_steps_are_those_of_torch(
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("count", [1, 9])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize(
+    ("nesterov", "adjust_lr_fn"), [(True, None), (False, "original"), (True, "match_rms_adamw")]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_twenty_steps_are_those_of_torch(shape, adjust_lr_fn, nesterov, count, rank):
     options = {"nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
