@@ -2,10 +2,10 @@
 
     python scripts/check_machine_code.py FOLDER
 
-``FOLDER`` has, for each source and architecture, the file ``NAME.compute_90.cubin`` or
-``NAME.sm_90.cubin`` that ``nvcc --keep`` leaves, and the output of ``ptxas -v`` in ``*.log``. The
-table ``machine_code.txt`` next to this script lists the requirements of each kernel. The exit code
-is 1 if a kernel does not meet them.
+``FOLDER`` has, for each source and architecture, the machine code in ``NAME.sm_90.cubin``, or in
+``NAME.compute_90.cubin`` as ``nvcc --keep`` calls it, and the output of ``ptxas -v`` in ``*.log``.
+The table ``machine_code.txt`` next to this script lists the requirements of each kernel. The exit
+code is 1 if a kernel does not meet them.
 
 A loop is a strongly connected set of basic blocks; an innermost loop contains no other loop. The
 main loops of a kernel are the innermost loops in which a thread moves 128 bits at once. If a kernel

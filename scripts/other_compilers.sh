@@ -24,23 +24,19 @@ mapfile -t flags < <(grep '^-' csrc/cxx_flags.txt | grep -v openmp)
 flags+=(-std=c++20 -Wall -Werror -Icsrc -Icsrc/include)
 rm -rf "$folder" # old objects would be linked, too
 
-compile() { # NAME COMPILER...
+build() { # NAME LINKER COMPILER...
   local source
   mkdir -p "$folder/$1"
   for source in tests/cpp/engine_bits.cpp csrc/cpu/engine*.cpp; do
-    "${@:2}" "${flags[@]}" -c "$source" -o "$folder/$1/$(basename "$source" .cpp).o"
+    "${@:3}" "${flags[@]}" -c "$source" -o "$folder/$1/$(basename "$source" .cpp).o"
   done
+  $2 "$folder/$1"/*.o -o "$folder/$1/run"
 }
-{
-  compile gcc "$gcc"
-  "$gcc" "$folder"/gcc/*.o -o "$folder/gcc/run"
-} &
-beside=$!
-compile clang "${clang[@]}" x86_64-linux-gnu
-"$gcc" "$folder"/clang/*.o -o "$folder/clang/run"
-compile arm "${clang[@]}" aarch64-linux-musl
-"$python" -m ziglang cc -target aarch64-linux-musl "$folder"/arm/*.o -o "$folder/arm/run"
-wait "$beside"
+for_arm="aarch64-linux-musl"
+build gcc "$gcc" "$gcc" & jobs=($!)
+build clang "$gcc" "${clang[@]}" x86_64-linux-gnu & jobs+=($!)
+build arm "$python -m ziglang cc -target $for_arm" "${clang[@]}" "$for_arm" & jobs+=($!)
+for job in "${jobs[@]}"; do wait "$job"; done
 
 failed=0
 check() { # NAME ENGINE EMULATOR...

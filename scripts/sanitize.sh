@@ -5,11 +5,11 @@
 # AddressSanitizer finds accesses outside a tensor's memory, UndefinedBehaviorSanitizer misaligned accesses,
 # overflows and the like. Threads of emulated kernels run in random order. ThreadSanitizer treats the
 # threads of a block as threads and finds missing barriers. Arguments are passed to pytest, for example
-# `-k adam` or tests/scaler/test_nonfinite.py. Without any, runs all tests of both engines that access memory.
+# `-k adam` or tests/optim. Without a path, runs the tests of kernels and operators.
 #
 #   --threads        only runs released gradients and offloaded states, with the whole library and their copies
 #                    under ThreadSanitizer
-#   WORKERS='-n 2'   options for pytest-xdist, used if the script has no arguments
+#   WORKERS='-n 2'   options for pytest-xdist
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -52,10 +52,9 @@ if [ "${1:-}" = --threads ]; then
   exit
 fi
 
-echo "Building the modules with $CUDA_EMULATOR_SANITIZERS"
+echo "Building the module with $CUDA_EMULATOR_SANITIZERS"
 module=$("${build[@]}" cpu $CUDA_EMULATOR_SANITIZERS)
-"${build[@]}" emulated $CUDA_EMULATOR_SANITIZERS > /dev/null
-grep -q __asan_report "$module"
+grep -q __asan_load "$module"
 
 echo "Running every kernel under ThreadSanitizer"
 program=$("${build[@]}" program thread)
@@ -63,30 +62,18 @@ for seed in '' 1 2; do
   env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
 done
 
-echo "Running the tests"
+echo "Running the tests (the first that emulates compiles for minutes)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CUDA_EMULATOR_SEED=1
 use_module "$module" libasan.so
-# Runs pytest; without a path, on the tests that access memory. Leaves out the tests of ranks, which have a
-# minute each; of programs, which start compilers or other processes, need the library, or check that memory
-# does not grow (AddressSanitizer delays frees); and of the trainer, which makes the same calls as others.
-tests() {
-  local argument paths=() options=()
-  for argument; do
-    case $argument in
-      "$root"/*) paths+=("$argument") ;;
-      tests | tests/*) paths+=("$root/$argument") ;; # relative to the checkout
-      *) options+=("$argument") ;;
-    esac
-  done
-  [ ${#paths[@]} -gt 0 ] ||
-    paths=("$root"/tests/{kernels,ops,optim,scaler,state_machine})
-  pytest "${options[@]}" "${paths[@]}"
-}
-if [ $# -gt 0 ]; then
-  tests "$@"
-else
-  read -ra workers <<< "${WORKERS:-}"
-  tests "${workers[@]}" -k 'not emulated' || failed=1
-  tests "${workers[@]}" -k emulated || failed=1
-  exit ${failed:-0}
-fi
+# Tests of ranks, programs and the trainer are not for it: they take a minute each, start other processes, check
+# that memory does not grow (AddressSanitizer delays frees), or make the same calls as others.
+arguments=()
+[[ $* == *tests* ]] || arguments=("$root"/tests/{kernels,ops})
+for argument; do
+  case $argument in
+    tests | tests/*) arguments+=("$root/$argument") ;; # relative to the checkout
+    *) arguments+=("$argument") ;;
+  esac
+done
+read -ra workers <<< "${WORKERS:-}"
+pytest "${workers[@]}" "${arguments[@]}"
