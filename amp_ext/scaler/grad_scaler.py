@@ -159,9 +159,8 @@ class GradScaler(torch.amp.GradScaler):
     @_disable_dynamo
     def _note_scaled_loss(self) -> None:
         """Remembers unscaled gradients, because those that change now may carry the scale again."""
-        for key, state in [*self._per_optimizer_states.items()]:
-            if "is_counted" in state:
-                del self._per_optimizer_states[key]  # of an earlier iteration
+        self._forget_counted()
+        for state in self._per_optimizer_states.values():
             state.pop("unscaled", None)
             optimizer = _optimizer_of(state)
             if (
@@ -170,6 +169,13 @@ class GradScaler(torch.amp.GradScaler):
                 and optimizer is not None
             ):
                 state.setdefault("versions", _versions(optimizer))
+
+    def _forget_counted(self) -> None:
+        """Forgets unscaled gradients that an update has counted and no step has used."""
+        states = self._per_optimizer_states
+        for key, state in [*states.items()]:
+            if "is_counted" in state and state["stage"] is OptState.UNSCALED:
+                del states[key]
 
     @_disable_dynamo  # torch.compile breaks the graph here
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -364,9 +370,7 @@ class GradScaler(torch.amp.GradScaler):
             for key, state in states.items()
             if state["stage"] is OptState.UNSCALED and state["found_inf_per_device"]
         }
-        for key, state in unscaled.items():
-            if "is_counted" in state:
-                del states[key]
+        self._forget_counted()
         once = {id(state): (key, state) for key, state in states.items()}  # wrappers share states
         for key, state in once.values():
             scan = state.get("scan")

@@ -524,6 +524,18 @@ def test_an_update_counts_unscaled_gradients_once_and_the_next_loss_forgets_them
     assert values(optimizer) == [0.5] * 3
 
 
+@every_sgd
+def test_a_step_after_an_update_is_still_known_after_the_next_loss(make, device):
+    optimizer, scaler = filled(4.0, device, make), ready(device)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    scaler.scale(torch.ones((), device=device))
+    assert error_of(RuntimeError, scaler.step, optimizer).startswith("step() has already been")
+    scaler.update()
+    assert scaler.stats(wait=True).updates == 2
+
+
 # Libraries that unscale before each step, as docs/clients.md describes them.
 
 
