@@ -97,14 +97,16 @@ else:
 END
 }
 
-# Runs the CPU tests, including those of C++ programs, with the binary that also has CUDA kernels. Leaves
-# out tests of the CPU engine's results, bits and errors, since all builds have the same engine; the randomized
-# tests; and tests of the checkout itself.
+# Runs the quick CPU tests and those of the installed package, such as a program in C++, with the binary that also
+# has CUDA kernels. Leaves out tests of the CPU engine's results, bits and errors, since all builds have the same
+# engine, and tests of the checkout itself.
 run_tests() {
-  (cd "$home" && "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -k 'not emulat' \
-    --ignore="$tests"/{kernels,state_machine} --ignore="$tests"/programs/test_update_errors.py \
+  cd "$home"
+  "$python" -m pytest "$tests"/programs/test_{cmake,import,info}.py -q -rfE -p no:cacheprovider "$@"
+  "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -m 'not slow' -k 'not emulat' \
+    --ignore="$tests"/{kernels,state_machine} --ignore="$tests"/programs/test_{cmake,import,info,update_errors}.py \
     --ignore="$tests"/ops/test_{steps,gradient_operations}.py --ignore="$tests"/optim/test_forms.py \
-    --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@")
+    --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@"
 }
 
 make_torch_environment "$torch"
@@ -117,6 +119,6 @@ rm -f "$home/.passed"
 echo "Building for PyTorch $torch, sm_90 and PTX (log: $home/build.log)"
 build
 check
-run_tests "$@"
+(run_tests "$@")
 echo "$digest" > "$home/.passed"
 echo "passed for PyTorch $torch in $SECONDS s"

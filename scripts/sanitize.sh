@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests with sanitizers: the CPU engine and the emulated CUDA kernels with AddressSanitizer and
+# Runs tests with sanitizers: one CPU engine and the emulated CUDA kernels with AddressSanitizer and
 # UndefinedBehaviorSanitizer, and every kernel with ThreadSanitizer.
 #
 # AddressSanitizer finds accesses outside a tensor's memory, UndefinedBehaviorSanitizer misaligned accesses,
@@ -7,6 +7,8 @@
 # threads of a block as threads and finds missing barriers. Arguments are passed to pytest, for example
 # `-k adam` or tests/optim. Without a path, runs the tests of kernels and operators.
 #
+#   AMP_EXT_CPU_ISA  plain, avx2 or avx512: the CPU engine to watch (default: the one in use)
+#   --cpu            leaves out the emulated kernels, and with them ThreadSanitizer
 #   --threads        only runs released gradients and offloaded states, with the whole library and their copies
 #                    under ThreadSanitizer
 #   WORKERS='-n 2'   options for pytest-xdist
@@ -52,15 +54,24 @@ if [ "${1:-}" = --threads ]; then
   exit
 fi
 
+emulates=1
+if [ "${1:-}" = --cpu ]; then
+  emulates=0
+  shift
+fi
 echo "Building the module with $CUDA_EMULATOR_SANITIZERS"
 module=$("${build[@]}" cpu $CUDA_EMULATOR_SANITIZERS)
 grep -q __asan_load "$module"
 
-echo "Running every kernel under ThreadSanitizer"
-program=$("${build[@]}" program thread)
-for seed in '' 1 2; do
-  env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program"
-done
+if [ "$emulates" = 1 ]; then
+  echo "Running every kernel under ThreadSanitizer"
+  program=$("${build[@]}" program thread)
+  jobs=()
+  for seed in '' 1 2; do
+    env ${seed:+CUDA_EMULATOR_SEED=$seed} TSAN_OPTIONS=atexit_sleep_ms=0 ${run:-} "$program" & jobs+=($!)
+  done
+  for job in "${jobs[@]}"; do wait "$job"; done
+fi
 
 echo "Running the tests (the first that emulates compiles for minutes)"
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 CUDA_EMULATOR_SEED=1
@@ -69,6 +80,8 @@ use_module "$module" libasan.so
 # that memory does not grow (AddressSanitizer delays frees), or make the same calls as others.
 arguments=()
 [[ $* == *tests* ]] || arguments=("$root"/tests/{kernels,ops})
+# Other engines than the one in use are not watched.
+[ "$emulates" = 1 ] || arguments+=(-k 'not emulated and not wider_vectors')
 for argument; do
   case $argument in
     tests | tests/*) arguments+=("$root/$argument") ;; # relative to the checkout
