@@ -78,15 +78,14 @@ def torch_flags() -> tuple[Command, Command]:
 
 
 def host_sources() -> list[Path]:
-    """Returns the sources that know no kernel: engines, and two that include the others.
+    """Returns two sources that include all those that know torch.
 
     To read torch's headers takes longer than to compile one of ours; setup.py does the same.
     """
-    files = sorted(file for file in CSRC.rglob("*.cpp") if file.parent.name != "libtorch")
-    engines = [file for file in files if file.parent.name == "cpu"]
+    files = sorted(CSRC.rglob("*.cpp"))
     bindings = [file for file in files if file.parent.name == "python"]
-    others = [file for file in files if file not in (*engines, *bindings)]
-    return [united("python", bindings), united("others", others), *engines]
+    others = [file for file in files if file.parent.name not in ("python", "cpu", "libtorch")]
+    return [united("python", bindings), united("others", others)]
 
 
 def united(name: str, files: list[Path]) -> Path:
@@ -196,19 +195,33 @@ def build_emulated(sanitizers: str = "") -> Path:
     host = [*FLAGS, *EMULATED_MODULE, "-O0", "-fopenmp", *torch_flags()[0]]
     kernels = [*FLAGS, *EMULATED_MODULE, "-O1", *sanitize]
     with alone():
-        jobs = [(source, kernels) for source in kernel_sources()]
-        jobs += [(source, host) for source in host_sources()]
+        jobs = [(source, host) for source in (*host_sources(), EMULATOR / "no_engine.cpp")]
+        jobs += [(source, kernels) for source in kernel_sources()]
         return linked_module(compiled_all([*jobs, SCHEDULER]), sanitize)
 
 
+def engine_in_use() -> str:
+    """Returns the file of the CPU engine that takes the steps here."""
+    import torch
+
+    widest = torch.backends.cpu.get_cpu_capability().lower()
+    isa = os.environ.get("AMP_EXT_CPU_ISA") or widest.replace("default", "plain")
+    return f"engine_{isa}"
+
+
 def build_cpu(sanitizers: str) -> Path:
-    """Builds amp_ext._C without CUDA; the sanitizers watch all of it but the bindings."""
+    """Builds amp_ext._C without CUDA.
+
+    The sanitizers watch the operators and the engine in use, but neither the bindings nor the other
+    engines, which take minutes to compile.
+    """
     sanitize = sanitizer_flags(sanitizers)
     flags = [*FLAGS, "-fvisibility=hidden", "-fopenmp", *torch_flags()[0]]
+    watched = {"others", "engine", engine_in_use()}
     with alone():
         jobs = [
-            (source, [*flags, "-O0"] if source.stem == "python" else [*flags, "-O1", *sanitize])
-            for source in host_sources()
+            (source, [*flags, "-O1", *sanitize] if source.stem in watched else [*flags, "-O0"])
+            for source in (*host_sources(), *CSRC.glob("cpu/*.cpp"))
         ]
         return linked_module(compiled_all(jobs), sanitize)
 
