@@ -75,7 +75,7 @@ class Sizes:
 
 FULL = Sizes()
 TINY = Sizes(
-    steps=16, warm_up=2, rows=4, context=32, tokens=256, width=32, layers=2, heads=2, images=16,
+    steps=16, warm_up=2, rows=2, context=16, tokens=256, width=32, layers=2, heads=2, images=8,
     pixels=8, classes=10, blocks=1,
 )  # fmt: skip
 

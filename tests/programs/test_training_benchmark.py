@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 def trained(tmp_path_factory):
     """The folder with the files of a tiny run, and what these say."""
     folder = tmp_path_factory.mktemp("training")
-    with threads(1):
+    with threads(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "SEEDS", 2)
         assert training.main(["--device=cpu", "--tiny", f"--out={folder}"]) == 0
     return folder, json.loads((folder / "training.json").read_text())
 
@@ -36,7 +37,7 @@ def test_every_side_trains_both_models_and_learns_as_torchs(trained):
     runs = {(r["model"], r["group"], r["side"], r["seed"]): r for r in result["runs"]}
     sides = [(side.group, side.name) for side in SIDES]
     assert runs.keys() == {
-        (name, *side, seed) for name in TASKS for side in sides for seed in range(3)
+        (name, *side, seed) for name in TASKS for side in sides for seed in range(2)
     }
     for (model, group, side, seed), run in runs.items():
         losses, name = run["losses"], side.replace("offloaded", "float32 masters", 1)
