@@ -19,7 +19,7 @@ from harness.rows import rows
 import amp_ext
 from amp_ext.scaler.sharded import ShardedGradScaler
 
-pytestmark = ranks.needs_gloo
+pytestmark = [ranks.needs_gloo, pytest.mark.slow]
 
 MODULES = (rank_checks_dtensors, rank_checks_models, rank_checks_release, rank_checks_watching)
 OF_FOUR_RANKS = [

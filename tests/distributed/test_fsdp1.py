@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-pytestmark = ranks.needs_gloo
+pytestmark = [ranks.needs_gloo, pytest.mark.slow]
 
 # FSDP with use_orig_params=True saves all tensors of a state in one dtype: float32 masters, and
 # moments in bfloat16 or the parameter's dtype.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -15,7 +16,7 @@ from harness.optimizer_cases import optimizers_named, ours
 from harness.reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-pytestmark = ranks.needs_gloo
+pytestmark = [ranks.needs_gloo, pytest.mark.slow]
 
 STEPS_OF_A_STAGE = 2
 # What is kept, in which dtype of parameters; every second one by both optimizers.

@@ -101,6 +101,7 @@ def assert_steps_are_those_of_torch(
         torch.testing.assert_close(*(each["momentum_buffer"] for each in buffers), **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("count", [1, 9])
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from amp_ext import optim
 PROGRAM = Path(__file__).resolve().parents[1] / "cpp" / "program" / "main.cpp"
 CHECKS = re.findall(r"^void (\w+)\(\) \{", PROGRAM.read_text(), re.MULTILINE)
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., None]
 
 STEPS, LR_AT, RESUME_AT = 50, 17, 24  # between two overflows, of which one lowers no scale

@@ -36,6 +36,7 @@ def test_the_vendor_decides_unless_the_variable_does(tmp_path):
     assert vendor in cpuinfo if "vendor_id" in cpuinfo else vendor == ""
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_it_and_other_values_are_refused(run_module, tmp_path):
     (tmp_path / "steps.py").write_text(STEPS)
     done = run_module("steps", folder=tmp_path)
