@@ -102,7 +102,7 @@ END
 # engine, and tests of the checkout itself.
 run_tests() {
   cd "$home"
-  "$python" -m pytest "$tests"/programs/test_{cmake,import,info}.py -q -rfE -p no:cacheprovider "$@"
+  "$python" -m pytest "$tests"/programs/test_{cmake,import,info}.py -q -rfE -p no:cacheprovider
   "$python" -m pytest "$tests" -q -rfE -p no:cacheprovider -m 'not slow' -k 'not emulat' \
     --ignore="$tests"/{kernels,state_machine} --ignore="$tests"/programs/test_{cmake,import,info,update_errors}.py \
     --ignore="$tests"/ops/test_{steps,gradient_operations}.py --ignore="$tests"/optim/test_forms.py \

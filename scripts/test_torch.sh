@@ -28,7 +28,7 @@ if set_toolkit; then
 else
   echo "no CUDA toolkit: the tests of programs in C++ are left out"
 fi
-run "${slow[@]}" -m slow "$@"
+run "${slow[@]}" -m slow
 # Leaves out the tests of the checkout itself, as cuda_build.sh does.
 run "$tests" -m 'not slow' -k 'not emulated' \
   --ignore-glob="$tests"/programs/test_{bench,docs,scripts,setup}'*.py' "$@"
