@@ -35,7 +35,7 @@ SHELL := /bin/bash
 COMMA := ,
 
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize lint format build build-in-place cuda-build test-torch gpu-check cmake-routes wheel clean
+.PHONY: help demo demo-cpp examples docs test test-quick test-numbers test-clients bench-peers fuzz stress sanitize compilers lint format build build-in-place cuda-build test-torch gpu-check cmake-routes wheel clean
 
 help:  ## Shows this list
 	@echo 'make TARGET                 in .venv, created with $$BASE_PYTHON ($(BASE_PYTHON)) when missing'
@@ -75,6 +75,9 @@ stress: $(BUILT)  ## Takes steps of unusual size and number, with 9 GB of memory
 
 sanitize: $(INSTALLED)  ## Runs them with sanitizers in the CPU engine and the emulated kernels
 	@PYTHON=$(PYTHON) WORKERS='$(PARALLEL)' scripts/sanitize.sh $(PYTEST_ARGS)
+
+compilers: $(BUILT)  ## Compares the bits of its CPU engines with clang's, minutes; COMPILER_ARGS=--x86-64
+	@PATH='$(PATH_BEFORE)' BASE_PYTHON=$(BASE_PYTHON) scripts/other_compilers.sh $(COMPILER_ARGS)
 
 lint: $(INSTALLED)  ## Checks format, style, types and the direction of includes and imports
 	@$(PYTHON) -m ruff format --check --quiet

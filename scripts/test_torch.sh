@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds amp_ext for the CPU with any release of PyTorch, from the source distribution, and runs the quick
-# tests and those of ranks and of programs in C++ with it. Says which private parts of PyTorch have moved. All files are in
-# .venv-torch/<version of PyTorch>; the checkout's build is unchanged.
+# tests and those of ranks and of programs in C++ with it. Says which private parts of PyTorch have moved. All
+# files are in .venv-torch/<version of PyTorch>; the checkout's build is unchanged.
 #
 #   TORCH=2.15.0             version of PyTorch; its environment (several GB) is created if it is missing
 #   BASE_PYTHON=python3.11   Python that creates the environment
